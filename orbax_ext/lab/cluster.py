@@ -1,0 +1,291 @@
+"""The parent's side of a local cluster: start the processes, send them work, collect outcomes, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any
+
+from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
+
+_START_LIMIT = 180.0  # importing JAX in many processes on few cores is slow
+_STOP_LIMIT = 20.0
+_TERM_GRACE = 3.0
+_LOG_TAIL_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one process made of a run: a value, a failure, or neither (`state` says why)."""
+
+    rank: int
+    state: str  # "returned", "raised", "died" or "timed out"
+    value: Any = None
+    failure: Failure | None = None
+    exit_code: int | None = None  # of a process that died; negative is a signal
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "returned"
+
+    def __str__(self) -> str:
+        if self.state == "raised" and self.failure is not None:
+            return f"process {self.rank} raised {self.failure}"
+        if self.state == "died":
+            return f"process {self.rank} died with exit code {self.exit_code}"
+        return f"process {self.rank} {self.state}"
+
+
+class RunFailedError(Exception):
+    """At least one process did not return. `.outcomes` has them all; the message has the logs' tails."""
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = tuple(outcomes)
+
+
+class Cluster:
+    """`processes` JAX processes with `devices` CPU devices each, on this machine.
+
+    Args:
+      processes: How many processes.
+      devices: CPU devices in each of them.
+      timeout: Seconds that a run may take unless it says otherwise.
+      env: Environment variables to add for every process.
+      log_dir: Where `rank<N>.log` files go; a temporary directory if not given.
+      python: The interpreter to use, such as one of another environment that has orbax_ext.
+      host: The address that the processes find each other at.
+      command_prefix: Given a rank, words to put before the command line (`ip netns exec h0`, `taskset -c 1`).
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        devices: int = 1,
+        *,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        python: str = sys.executable,
+        host: str = "127.0.0.1",
+        command_prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+    ) -> None:
+        if processes < 1 or devices < 1:
+            raise ValueError(f"A cluster needs at least 1 process and 1 device, got {processes} x {devices}.")
+        self.processes = processes
+        self.devices = devices
+        self.timeout = timeout
+        self._env = dict(env or {})
+        self._owns_logs = log_dir is None
+        self._log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="orbax_ext_lab_"))
+        self._python = python
+        self._host = host
+        self._command_prefix = command_prefix
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def running(self) -> bool:
+        return bool(self._workers) and all(worker.alive for worker in self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def start(self) -> None:
+        """Starts the processes and waits until all have joined. Called for you by `with` and by `run`."""
+        if self.running:
+            return
+        self.stop()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        coordinator = f"{self._host}:{_free_port()}"
+        for rank in range(self.processes):
+            self._workers.append(self._launch(rank, coordinator))
+        deadline = time.monotonic() + _START_LIMIT
+        outcomes = [worker.wait(deadline) for worker in self._workers]
+        if not all(outcome.ok for outcome in outcomes):
+            raise self._failed("the cluster did not start", outcomes)
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
+        """Starts `function(*args, **kwargs)` on every process and returns at once.
+
+        The function must be importable (not a lambda or a nested function); arguments and results are pickled.
+        """
+        self.start()
+        module, qualname, main_path = describe_function(function)
+        for worker in self._workers:
+            worker.send(Job(module, qualname, main_path, args, kwargs))
+        return Run(self, self._workers)
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Outcome]:
+        """Runs a function on every process; never raises for what happens in it."""
+        return self.submit(function, *args, **kwargs).outcomes(timeout)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Runs a function on every process and returns the values by rank, or raises `RunFailedError`."""
+        outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
+        if not all(outcome.ok for outcome in outcomes):
+            raise self._failed(f"{function.__qualname__} failed", outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends a signal to one process: SIGKILL, SIGSTOP, SIGCONT."""
+        self._workers[rank].process.send_signal(number)
+
+    def log(self, rank: int) -> str:
+        """All that one process has printed since the cluster was made."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._log_path(rank).read_text(errors="replace")
+        return ""
+
+    def stop(self) -> None:
+        """Ends the processes: a polite request, then SIGTERM, then SIGKILL. The next run starts new ones."""
+        workers, self._workers = self._workers, []
+        whole = bool(workers) and all(worker.idle for worker in workers)
+        for worker in workers:
+            worker.ask_to_exit()
+        # Leaving is a collective step too: with a process gone or busy the others can only be ended from outside.
+        deadline = time.monotonic() + (_STOP_LIMIT if whole else 0.0)
+        for worker in workers:
+            worker.end(deadline)
+
+    def close(self) -> None:
+        """Stops the cluster and removes its logs if it made the directory itself."""
+        self.stop()
+        if self._owns_logs:
+            shutil.rmtree(self._log_dir, ignore_errors=True)
+
+    def _launch(self, rank: int, coordinator: str) -> _Worker:
+        ours, theirs = socket.socketpair()
+        setup = Setup(rank, self.processes, coordinator, tuple(sys.path))
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(self.devices),
+            "PYTHONUNBUFFERED": "1",
+            # The worker module itself must be found before it can take over the parent's sys.path.
+            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
+            **self._env,
+        }
+        command = [*self._command_prefix(rank), self._python, "-m", "orbax_ext.lab.worker", str(theirs.fileno())]
+        with theirs, self._log_path(rank).open("ab") as log:
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+            )
+        worker = _Worker(rank, process, connection.Connection(ours.detach()))
+        worker.send(setup)
+        return worker
+
+    def _log_path(self, rank: int) -> pathlib.Path:
+        return self._log_dir / f"rank{rank}.log"
+
+    def _failed(self, headline: str, outcomes: Sequence[Outcome]) -> RunFailedError:
+        parts = [headline]
+        for outcome in outcomes:
+            if outcome.ok:
+                continue
+            parts.append(f"--- {outcome}")
+            if outcome.failure is not None:
+                parts.append(outcome.failure.traceback.rstrip())
+            parts.append(f"log of process {outcome.rank}, last {_LOG_TAIL_LINES} lines:")
+            parts.extend(self.log(outcome.rank).splitlines()[-_LOG_TAIL_LINES:])
+        return RunFailedError("\n".join(parts), outcomes)
+
+
+class Run:
+    """A function under way on every process."""
+
+    def __init__(self, cluster: Cluster, workers: Sequence[_Worker]) -> None:
+        self._cluster = cluster
+        self._workers = tuple(workers)
+
+    def outcomes(self, timeout: float | None = None) -> list[Outcome]:
+        """Waits for every process. If one dies or runs out of time, the cluster is stopped after this."""
+        deadline = time.monotonic() + (self._cluster.timeout if timeout is None else timeout)
+        found = [worker.wait(deadline) for worker in self._workers]
+        if any(outcome.state in ("died", "timed out") for outcome in found):
+            self._cluster.stop()
+        return found
+
+
+class _Worker:
+    """One process and the connection to it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: connection.Connection[Any, Any]) -> None:
+        self.rank = rank
+        self.process = process
+        self.idle = False
+        self._channel = channel
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, message: object) -> None:
+        self.idle = False
+        with contextlib.suppress(OSError):  # a dead process is reported by wait()
+            self._channel.send(message)
+
+    def wait(self, deadline: float) -> Outcome:
+        if not self._channel.poll(max(0.0, deadline - time.monotonic())):
+            self._dump_stacks()
+            return Outcome(self.rank, "timed out")
+        try:
+            returned, value = self._channel.recv()
+        except (EOFError, OSError):
+            return Outcome(self.rank, "died", exit_code=self.process.wait())
+        self.idle = True
+        if returned:
+            return Outcome(self.rank, "returned", value=value)
+        return Outcome(self.rank, "raised", failure=value)
+
+    def ask_to_exit(self) -> None:
+        self.send(None)
+
+    def end(self, deadline: float) -> None:
+        for limit, number in ((deadline - time.monotonic(), signal.SIGTERM), (_TERM_GRACE, signal.SIGKILL)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(0.0, limit))
+                break
+            self.process.send_signal(number)
+        self.process.wait()
+        self._channel.close()
+
+    def _dump_stacks(self) -> None:
+        # The worker's faulthandler writes every thread's stack to its log: where it hangs is what one wants to know.
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _package_root() -> str:
+    return str(pathlib.Path(__file__).resolve().parents[2])

@@ -1,0 +1,79 @@
+"""One process of a local cluster: joins the others, then calls the functions it is sent.
+
+Started by `Cluster` as `python -m orbax_ext.lab.worker FD`, with FD a socket to the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing import connection
+from typing import Any
+
+from orbax_ext.lab.protocol import Failure, Job, Setup, find_function
+
+_JOIN_LIMIT = 170  # below the parent's own limit, so that the reason is in the log
+
+
+def main(fd: int) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _exit_with_parent()
+    channel: connection.Connection[Any, Any] = connection.Connection(fd)
+    setup: Setup = channel.recv()
+    sys.path[:] = list(setup.sys_path)
+    _answer(channel, lambda: _join(setup))
+    while (job := channel.recv()) is not None:
+        _answer(channel, lambda job=job: _call(job))
+    _leave()
+
+
+def _join(setup: Setup) -> int:
+    import jax
+
+    jax.distributed.initialize(
+        setup.coordinator, setup.processes, setup.rank, initialization_timeout=_JOIN_LIMIT
+    )
+    return jax.device_count()
+
+
+def _call(job: Job) -> Any:
+    return find_function(job)(*job.args, **job.kwargs)
+
+
+def _answer(channel: connection.Connection[Any, Any], work: Any) -> None:
+    """Sends (True, value) or (False, Failure); a value that can't be pickled is a failure too."""
+    try:
+        channel.send((True, work()))
+    except BaseException as error:
+        channel.send((False, Failure.of(error)))
+
+
+def _leave() -> None:
+    import jax
+
+    with contextlib.suppress(Exception):
+        jax.distributed.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # skips destructors that may wait for peers that are gone
+
+
+def _exit_with_parent() -> None:
+    """A process stuck in a collective would outlive its parent for ever."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
