@@ -1,0 +1,1 @@
+"""The commands of `orbax-ext`, a module each: `add_parser(commands)` declares it, `run(args)` returns its exit code."""
