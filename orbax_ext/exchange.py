@@ -133,4 +133,3 @@ def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(jnp.finfo(dtype).bits)
-
