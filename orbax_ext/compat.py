@@ -76,5 +76,9 @@ class LonelyClient:
     def key_value_delete(self, key: str) -> None:
         self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
 
+    def key_value_increment(self, key: str, increment: int) -> int:
+        self._values[key] = str(int(self._values.get(key, "0")) + increment)
+        return int(self._values[key])
+
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         return self._values[key]

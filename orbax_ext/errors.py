@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from orbax_ext.scrub import scrub, sendable
+
 
 class RestoreError(Exception):
     """A restore ended without a state, on every process."""
@@ -70,9 +72,10 @@ _MAX_TRACEBACK = 16384
 
 
 def to_payload(error: BaseException) -> dict[str, str]:
-    """An error as text for the other processes, cut to size."""
-    trace = "".join(traceback.format_exception(error))
-    return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
+    """An error as text for the other processes: cut to size, without secrets."""
+    trace = sendable(scrub("".join(traceback.format_exception(error))))
+    text = sendable(scrub(f"{type(error).__name__}: {error}"))
+    return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
 
 
 def failures(

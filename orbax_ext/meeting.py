@@ -12,27 +12,29 @@ Waiting is bounded by progress: processes publish how far they are, and waiting 
 `stall` seconds, or after `total` seconds. Most calls to the service have no time limit of their own (if process 0 is
 stopped, so is the service), so they are made in a thread that is given up when the service falls silent.
 
-Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`. What
-is found there is data: JSON of bounded size.
+Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`, which
+the last process to leave removes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import json
 import math
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 from absl import logging
 
 from orbax_ext import compat, errors
+from orbax_ext.board import MAX_VALUE, Board, Client, Payload
+from orbax_ext.scrub import scrub, sendable
 from orbax_ext.waiting import GivenUpError, Ticker, in_thread, watched
 
 _LEADER = 0
@@ -42,21 +44,12 @@ _LOG_EVERY = 30.0
 _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
 _SILENCE = 5.0  # and this much longer again for a service that does not answer
 _LEAVE_LIMIT = 5.0
-_MAX_VALUE = 1 << 16  # characters of one process's contribution
 _MAX_NAMES = 16  # processes that a message names
+_GAVE_UP = {"gave up": True}  # stands where the arrival of a process was that waits no more
 
 T = TypeVar("T")
-Payload = Mapping[str, Any]  # must survive JSON
 
-
-class Client(Protocol):
-    """The part of JAX's coordination-service client that meetings use."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_try_get(self, key: str) -> str: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def key_value_delete(self, key: str) -> None: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+_hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not come to a later one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +95,21 @@ class Session:
         limits: Limits,
         done: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._client = client
+        self._board = Board(client)
         self._process = process
         self._processes = processes
         self._subject = f"{_PREFIX}/{subject}"
         self._limits = limits
         self._done = done
-        self._started = self._answered = time.monotonic()
+        self._started = time.monotonic()
         self._nonce = uuid.uuid4().hex
         self._meetings = 0
         self._phase = "arrive"
         self._heard: dict[int, Heard] = {}
         # With many processes each looks less often, so that the service is asked no more in all.
         self._look_every = min(10.0, max(2.0, processes / 100))
+        self._most = MAX_VALUE * processes  # characters of a summary
+        self._arriving = False
         self.id = ""
         self.hosts: dict[int, str] = {}
 
@@ -146,12 +141,12 @@ class Session:
         self._phase = phase
         mine: Payload = {}
         try:
-            with Ticker(self._tell_progress, every=max(1.0, self._processes / 200)):
+            with Ticker(self._tick, every=max(1.0, self._processes / 200)):
                 result = await work
         except Exception as error:
             mine = errors.to_payload(error)
         except BaseException as error:  # interrupted: tell the others, but do not stay for the meeting
-            self._set(f"{self._home}/in/{self._meetings + 1}/{self._process}", errors.to_payload(error))
+            self._tell_interrupted(errors.to_payload(error))
             raise
         outcomes = await in_thread(self.meet, phase, mine)
         failed = errors.failures(outcomes, self.hosts, phase)
@@ -174,54 +169,73 @@ class Session:
 
     def leave(self, why: str = "") -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
-        if not self.id:
+        self._board.close()  # a thread that is still at a meeting must not write what nobody would remove
+        if not self.id and not self._arriving:
             return
+        board = Board(self._board.client)
+        board.answered = self._board.answered  # a service that is silent already is not waited for again
+        why = sendable(scrub(why))[: errors.MAX_ERROR]
 
         def go() -> None:
-            self._set(f"{self._home}/left/{self._process}", {"why": why[: errors.MAX_ERROR]})
-            if len(self._read(f"{self._home}/left")) == self._processes:
-                self._delete(self._home)
+            if not self.id:
+                self._withdraw(board, why)
+                return
+            board.put(f"{self._home}/left/{self._process}", {"why": why})
+            if board.count(f"{self._home}/gone") == self._processes:
+                board.delete(self._home)
 
         try:
-            watched(go, lambda: self._answered + _LEAVE_LIMIT)
+            watched(go, lambda: board.answered + _LEAVE_LIMIT)
         except Exception as error:
-            logging.warning("orbax_ext: could not tidy up after a meeting: %s", error)
+            logging.warning("orbax_ext: could not tidy up after a meeting: %s", scrub(str(error)))
 
     # Arriving and meeting, as seen by both sides.
 
     def _arrive(self, mine: Payload) -> dict[int, Payload]:
-        home = f"{self._subject}/in"
-        reply = f"{self._subject}/reply/{self._process}.{self._nonce}"
-        if self._process == _LEADER:
-            self._delete(f"{self._subject}/reply")  # of sessions that came to nothing
-        self._set(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
+        home, reply = f"{self._subject}/in", f"{self._subject}/reply/{self._process}"
+        self._board.delete(reply)  # to an arrival that was given up
+        self._board.put(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
+        self._arriving = True
         try:
             if self._process == _LEADER:
                 self._call_together(home)
             else:
-                self.id = self._await(reply, f"{self._subject}/status", home)["id"]
-        finally:
-            if not self.id:  # gave up: nobody may count on this process any more
-                self._delete(f"{home}/{self._process}")
-            self._delete(reply)
+                self.id = self._await(f"{reply}/{self._nonce}", f"{self._subject}/status", home)["id"]
+        except errors.RestoreError:
+            self._withdraw(self._board, "")
+            raise
+        self._board.delete(reply)
         summary = self._await(f"{self._home}/out/0", f"{self._home}/status", home)
         found = {int(process): payload for process, payload in summary.items()}
         self.hosts = {process: str(payload["host"]) for process, payload in found.items()}
+        _hosts_met.update(self.hosts)
         return found
+
+    def _withdraw(self, board: Board, why: str) -> None:
+        """Nobody may count on this process any more, but those who still wait shall know that it was there."""
+        home = f"{self._subject}/in"
+        if why and self._process == _LEADER:  # without it nobody would tell the others until they give up
+            failure = errors.ProcessFailure(socket.gethostname(), "arrive", why)
+            self._reply_to_all(board, {"verdict": errors.to_verdict(errors.RestoreFailedError({_LEADER: failure}))})
+        board.put(f"{home}/{self._process}", _GAVE_UP)
+        if all(arrival == _GAVE_UP for arrival in board.read(home).values()):
+            board.delete(home)
+        board.delete(f"{self._subject}/reply/{self._process}")
+        self._arriving = False
 
     def _meet(self, mine: Payload) -> dict[int, Payload]:
         self._meetings += 1
         home, out = f"{self._home}/in/{self._meetings}", f"{self._home}/out/{self._meetings}"
-        self._set(f"{home}/{self._process}", mine)
+        self._board.put(f"{home}/{self._process}", mine)
         if self._process == _LEADER:
             try:
                 found = self._gather(home)
             except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-                self._set(out, {"verdict": errors.to_verdict(error)})
+                self._publish(out, {"verdict": errors.to_verdict(error)})
                 raise
-            self._delete(home)
-            self._delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
-            self._set(out, {str(process): payload for process, payload in found.items()})
+            self._board.delete(home)
+            self._board.delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
+            self._publish(out, {str(process): payload for process, payload in found.items()})
             return found
         summary = self._await(out, f"{self._home}/status", home)
         return {int(process): payload for process, payload in summary.items()}
@@ -233,16 +247,23 @@ class Session:
         try:
             arrivals = self._gather(home)
         except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-            for process, arrival in self._read(home).items():
-                self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"verdict": errors.to_verdict(error)})
+            self._reply_to_all(self._board, {"verdict": errors.to_verdict(error)})
             raise
         finally:
-            self._delete(f"{self._subject}/status")
+            self._board.delete(f"{self._subject}/status")
         self.id = uuid.uuid4().hex
-        self._delete(home)
-        self._set(f"{self._home}/out/0", {str(process): arrival["payload"] for process, arrival in arrivals.items()})
+        self._publish(f"{self._home}/out/0", {str(p): arrival["payload"] for p, arrival in arrivals.items()})
+        self._board.delete(home)
         for process, arrival in arrivals.items():
-            self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"id": self.id})
+            self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", {"id": self.id})
+
+    def _reply_to_all(self, board: Board, reply: Payload) -> None:
+        for process, arrival in board.read(f"{self._subject}/in").items():
+            if arrival != _GAVE_UP and process != self._process:
+                board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", reply, self._most)
+
+    def _publish(self, key: str, value: Payload) -> None:
+        self._board.put(key, value, self._most)
 
     def _gather(self, home: str) -> dict[int, Any]:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
@@ -250,26 +271,32 @@ class Session:
         pause, longest = _PAUSES
         looked = time.monotonic()
         while True:
-            found = self._read(home)
-            missing = [process for process in range(self._processes) if process not in found]
+            found = self._found(home)
+            missing = self._not_in(found)
             if not missing:
                 return found
             if time.monotonic() - looked > self._look_every:
                 looked = time.monotonic()
                 self._raise_if_gone()
-                advance = self._listen()
-                clock.note((len(found), advance))
-                self._set(f"{self._status_home}/status", {"advance": advance, "missing": missing[:_MAX_NAMES]})
+                clock.note((len(found), self._tell_status(missing)))
                 clock.log_waiting(self._phase, self._names(missing))
             if clock.expired():
                 raise self._timeout(missing, {process: str(news) for process, news in self._heard.items()})
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
+    def _tell_status(self, missing: list[int]) -> int:
+        """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""
+        advance = self._listen()
+        named = missing[:_MAX_NAMES]
+        news = {process: str(self._heard[process]) for process in named if process in self._heard}
+        self._board.put(f"{self._status_home}/status", {"advance": advance, "missing": named, "news": news})
+        return advance
+
     def _listen(self) -> int:
         """Reads the processes' progress; the result grows as long as anybody advances."""
         if self.id:
-            for process, report in self._read(f"{self._home}/progress").items():
+            for process, report in self._board.read(f"{self._home}/progress").items():
                 before = self._heard.get(process)
                 if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
                     self._heard[process] = Heard(report["phase"], report["done"], time.monotonic())
@@ -280,35 +307,50 @@ class Session:
     def _await(self, key: str, status: str, home: str) -> Any:
         """Waits for process 0 to set `key`; `home` is where the contributions to this meeting are."""
         clock = _Clock(self._limits, self._started, grace=_GRACE)
+        news: dict[Any, str] = {}
         while True:
-            try:
-                text = self._client.blocking_key_value_get(key, int(self._look_every * 1000))
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-            else:
-                self._answered = time.monotonic()
-                found = json.loads(text)
+            found = self._board.wait(key, self._look_every, self._most)
+            if found is not None:
                 if "verdict" in found:
                     raise errors.from_verdict(found["verdict"])
                 return found
-            report = self._get(status)
+            report = self._board.get(status)
             self._raise_if_gone()
             if report is not None:
+                news = report["news"]
                 clock.note((report["advance"], report["missing"]))
                 clock.log_waiting(self._phase, self._names(report["missing"]))
+            else:
+                clock.log_waiting(self._phase, self._names([_LEADER]))
             if clock.expired():
-                here = self._read(home)
-                raise self._timeout([p for p in range(self._processes) if p not in here] or [_LEADER], {})
+                raise self._timeout(self._not_in(self._board.read(home)) or [_LEADER], news)
 
     # Both sides.
 
+    def _found(self, home: str) -> dict[int, Any]:
+        """The contributions that still stand."""
+        return {process: value for process, value in self._board.read(home).items() if value != _GAVE_UP}
+
+    def _not_in(self, found: Collection[int]) -> list[int]:
+        return [process for process in range(self._processes) if process not in found]
+
+    def _tick(self) -> None:
+        """What a process does every so often while it works."""
+        self._tell_progress()
+        if self._process == _LEADER:  # the others may be waiting already, and want to know whether to go on
+            self._tell_status(self._not_in(self._board.read(f"{self._home}/in/{self._meetings + 1}")))
+
+    def _tell_interrupted(self, mine: Payload) -> None:
+        key = f"{self._home}/in/{self._meetings + 1}/{self._process}"
+        with contextlib.suppress(Exception):  # those who wait will find that this process has left
+            watched(lambda: self._board.put(key, mine), lambda: self._board.answered + _LEAVE_LIMIT)
+
     def _tell_progress(self) -> None:
-        self._set(f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done()})
+        self._board.put(f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done()})
 
     def _raise_if_gone(self) -> None:
         """Raises if a process has left the session, or will not come to it."""
-        gone = self._read(f"{self._home}/left" if self.id else f"{self._subject}/absent")
+        gone = self._board.read(f"{self._home}/left" if self.id else f"{self._subject}/absent")
         if gone:
             raise errors.RestoreFailedError(
                 {
@@ -321,10 +363,10 @@ class Session:
 
     def _watched(self, function: Callable[[], T]) -> T:
         """Runs a function that talks to the service, and gives up if the service falls silent."""
-        self._answered = time.monotonic()
+        self._board.answered = time.monotonic()
         limit = self._limits.stall + _GRACE + _SILENCE
         try:
-            return watched(function, lambda: self._answered + limit)
+            return watched(function, lambda: self._board.answered + limit)
         except GivenUpError:
             raise self._silent_service() from None
 
@@ -333,21 +375,24 @@ class Session:
 
     def _timeout(self, missing: Collection[int], heard: Mapping[Any, str]) -> errors.RestoreTimeoutError:
         phases = {int(process): text for process, text in heard.items() if int(process) in missing}
-        lines = [f"process {self._names([process])}: {phases.get(process, 'nothing heard')}" for process in missing]
+        unheard = "nothing heard" if self.id else "has not come to this restore"
+        lines = [f"process {self._names([process])}: {phases.get(process, unheard)}" for process in missing]
         waited = time.monotonic() - self._started
         return errors.RestoreTimeoutError(
             f"gave up in phase {self._phase!r} after {waited:.0f} s ({self._limits}); missing:\n  "
-            + "\n  ".join(lines),
+            + "\n  ".join(lines)
+            + "\nThe logs of these processes say why; if they are only slow, raise the limit.",
             missing,
             phases,
         )
 
     def _names(self, processes: Collection[int]) -> str:
-        shown = [f"{p} ({self.hosts[p]})" if p in self.hosts else str(p) for p in list(processes)[:_MAX_NAMES]]
+        hosts = {**_hosts_met, **self.hosts}
+        shown = [f"{p} ({hosts[p]})" if p in hosts else str(p) for p in list(processes)[:_MAX_NAMES]]
         return ", ".join(shown) + (" and more" if len(processes) > len(shown) else "")
 
     def _host(self, process: int) -> str:
-        return self.hosts.get(process, "unknown host")
+        return self.hosts.get(process) or _hosts_met.get(process, "unknown host")
 
     @property
     def _home(self) -> str:
@@ -356,35 +401,6 @@ class Session:
     @property
     def _status_home(self) -> str:
         return self._home if self.id else self._subject
-
-    # The service, with JSON values.
-
-    def _set(self, key: str, value: Payload) -> None:
-        text = json.dumps(value, separators=(",", ":"))
-        if len(text) > _MAX_VALUE * self._processes:
-            raise ValueError(f"A message of {len(text)} characters is too long for a meeting.")
-        self._client.key_value_set(key, text, allow_overwrite=True)
-        self._answered = time.monotonic()
-
-    def _read(self, home: str) -> dict[int, Any]:
-        """What each process has put under `home`."""
-        entries = self._client.key_value_dir_get(f"{home}/")
-        self._answered = time.monotonic()
-        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries if len(value) <= _MAX_VALUE}
-
-    def _get(self, key: str) -> Any:
-        try:
-            text = self._client.key_value_try_get(key)
-        except Exception as error:
-            if "NOT_FOUND" not in str(error):
-                raise
-            text = "null"
-        self._answered = time.monotonic()
-        return json.loads(text)
-
-    def _delete(self, key: str) -> None:
-        self._client.key_value_delete(key)
-        self._answered = time.monotonic()
 
 
 def open_session(subject: str, limits: Limits, done: Callable[[], int] = lambda: 0) -> Session:
@@ -397,6 +413,19 @@ def gather(subject: str, mine: Payload, limits: Limits) -> dict[int, Payload]:
     """One meeting of all processes of this job: waits for all, returns what each brought."""
     with open_session(subject, limits) as session:
         return session.arrive(mine)
+
+
+def tell_absent(subject: str, error: BaseException) -> None:
+    """Tells those who wait in `arrive` that this process will not come to the next session of that subject."""
+    if jax.process_count() > 1:
+        key = f"{_PREFIX}/{subject}/absent/{jax.process_index()}"
+        Board(compat.coordination_client()).put(key, {"why": errors.to_payload(error)["error"]})
+
+
+def withdraw_absent(subject: str) -> None:
+    """Takes `tell_absent` back, once all have ended the session that it was about."""
+    if jax.process_count() > 1:
+        Board(compat.coordination_client()).delete(f"{_PREFIX}/{subject}/absent/{jax.process_index()}")
 
 
 class _Clock:

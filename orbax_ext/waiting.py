@@ -80,13 +80,14 @@ class Ticker:
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        _start(self._tick, "ticker")
+        self._thread = _start(self._tick, "ticker")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._thread.join(_LOOK_EVERY)  # so that nothing is published afterwards, unless the service is stuck
 
     def _tick(self) -> None:
         while not self._stop.wait(self._every):
@@ -96,5 +97,7 @@ class Ticker:
                 logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
 
 
-def _start(function: Callable[[], None], name: str) -> None:
-    threading.Thread(target=function, daemon=True, name=f"orbax_ext {name}").start()
+def _start(function: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True, name=f"orbax_ext {name}")
+    thread.start()
+    return thread
