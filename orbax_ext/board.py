@@ -49,11 +49,11 @@ class Board:
         self._open().key_value_set(key, text, allow_overwrite=True)
         self.answered = time.monotonic()
 
-    def read(self, home: str) -> dict[int, Any]:
+    def read(self, home: str, most: int = MAX_VALUE) -> dict[int, Any]:
         """What each process has put under `home`."""
         entries = self._open().key_value_dir_get(f"{home}/")
         self.answered = time.monotonic()
-        named = [(key.rpartition("/")[2], value) for key, value in entries if len(value) <= MAX_VALUE]
+        named = [(key.rpartition("/")[2], value) for key, value in entries if len(value) <= most]
         return {int(process): json.loads(value) for process, value in named if process.isdecimal()}
 
     def get(self, key: str) -> Any:

@@ -6,6 +6,7 @@ No other module imports from `orbax.checkpoint._src` or `jax._src`.
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 from jax._src import distributed
@@ -14,7 +15,7 @@ from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.multihost import multihost
-from orbax.checkpoint._src.serialization import jax_array_restore_args
+from orbax.checkpoint._src.serialization import jax_array_restore_args, tensorstore_utils
 
 ArrayMetadataStore = array_metadata_store.Store
 Format = jax_array_restore_args.Format
@@ -25,6 +26,16 @@ sync_global_processes = multihost.sync_global_processes
 def coordination_client() -> Any:
     """JAX's client of the coordination service, or None in a job of one process that never called initialize."""
     return distributed.global_state.client
+
+
+def array_store(directory: Any, name: str | None, in_database: bool) -> Any:
+    """TensorStore's spec for where an array of a checkpoint is stored, or all of them; a database is OCDBT."""
+    return tensorstore_utils.build_kvstore_tspec(os.fspath(directory), name, use_ocdbt=in_database)
+
+
+def array_context(in_database: bool) -> Any:
+    """The TensorStore context that such specs need."""
+    return tensorstore_utils.get_ts_context(use_ocdbt=in_database)
 
 
 def array_handler_parameters() -> tuple[str, ...]:

@@ -81,8 +81,7 @@ class Exchange:
         """
         blocks = (Block((1,), jnp.dtype("uint32")),)
         self.compile(blocks)
-        nothing = {device: jax.device_put(np.zeros(1, np.uint32), device) for device in self._mesh.local_devices}
-        (answer,) = self.run(blocks, [nothing])
+        (answer,) = self.run(blocks, [self._nothing(blocks[0])])
         jax.block_until_ready(list(answer.values()))
 
     def run(
@@ -92,6 +91,15 @@ class Exchange:
 
         Contributions are data on the devices of the replica that has it and zeros on all others. They are used up.
         """
+        try:
+            results = self._start(blocks, contributions)
+        except Exception:
+            # The others are inside the collective by now: without this process they could not leave it.
+            self._start(blocks, [self._nothing(block) for block in blocks])
+            raise
+        return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
+
+    def _start(self, blocks: tuple[Block, ...], contributions: Sequence[Mapping[jax.Device, jax.Array]]) -> Any:
         arguments = [
             jax.make_array_from_single_device_arrays(
                 self._global_shape(block), self._sharding, [there[device] for device in self._mesh.local_devices]
@@ -99,8 +107,11 @@ class Exchange:
             for block, there in zip(blocks, contributions, strict=True)
         ]
         with mesh_lib.scope(self._mesh):
-            results = self._programs[blocks](*arguments)
-        return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
+            return self._programs[blocks](*arguments)
+
+    def _nothing(self, block: Block) -> dict[jax.Device, jax.Array]:
+        zeros = np.zeros(block.carried_shape, block.carried_dtype)
+        return {device: jax.device_put(zeros, device) for device in self._mesh.local_devices}
 
     def _global_shape(self, block: Block) -> tuple[int, ...]:
         """All devices' blocks, one after the other along the first dimension."""

@@ -71,7 +71,8 @@ class Execution:
         """Starts an exchange; the future has the finished arrays by leaf index."""
 
         async def finish() -> dict[int, jax.Array]:
-            received = self._exchange(group).run(self._blocks(group), contributions)
+            # In a thread: some backends run the program in the caller's.
+            received = await in_thread(self._exchange(group).run, self._blocks(group), contributions, limit=limit)
             contributions.clear()
             arrays = {
                 index: _hand_over(self._request.wishes[index], there)

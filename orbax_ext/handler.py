@@ -14,7 +14,18 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import agreement, compat, meeting, report, storage_metrics, version, wishes
+from orbax_ext import (
+    agreement,
+    arrival,
+    compat,
+    differences,
+    meeting,
+    report,
+    storage_metrics,
+    verification,
+    version,
+    wishes,
+)
 from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
@@ -44,6 +55,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         strategy: Any = "auto",
         stall_timeout: float = 300.0,
         timeout: float | None = None,
+        verify: bool = False,
         **array_handler_kwargs: Any,
     ) -> None:
         self.options = Options(
@@ -55,6 +67,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
             stall_timeout=stall_timeout,
             timeout=timeout,
+            verify=verify,
         )
         # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
         array_handler_kwargs.setdefault("array_metadata_store", compat.ArrayMetadataStore())
@@ -73,22 +86,25 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
             return await super().deserialize(infos, args)
         async with _one_at_a_time():
-            # 1. Describe.
-            request = await wishes.describe(self, infos, args)
-            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-            own_budget = budget_lib.choose(self.options)
-            plan = self._plan(request, own_budget)
+            async with arrival.failing_together(self.options):
+                # 1. Describe.
+                request = await wishes.describe(self, infos, args)
+                # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+                own_budget = budget_lib.choose(self.options)
+                plan = self._plan(request, own_budget)
             _log_direct(request, plan)
             if not plan.groups:
-                return await type_handlers.ArrayHandler.deserialize(self, infos, args)
+                arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
+                if self.options.verify:
+                    await verification.verify_alone(self._limits(), request, arrays)
+                return arrays
             return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: wishes.Wishes, own_budget: int
     ) -> Sequence[jax.Array]:
-        limits = meeting.Limits(self.options.stall_timeout, self.options.timeout)
         account = report.RestoreReport(jax.process_index(), jax.process_count(), leaves=len(request.wishes))
-        with meeting.open_session("restore", limits, storage_metrics.bytes_read) as session:
+        with meeting.open_session("restore", self._limits(), storage_metrics.bytes_read) as session:
             # 3. Meet: is everybody here, do all want the same?
             with _timed(account, "arrive"):
                 agreed_budget = await self._arrive(session, request, own_budget)
@@ -101,6 +117,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 await session.together("connect", restore.connect(self.options.stall_timeout))
             # 5.-7. Read a group while the one before it travels.
             arrays = await self._read_and_exchange(session, restore, account)
+            if self.options.verify:
+                with _timed(account, "verify"):
+                    await verification.verify(session, request, arrays)
         # 8. Hand over.
         account.describe(request.leaves, plan)
         report.publish(account)
@@ -116,7 +135,13 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             "JAX version": jax.__version__,
         }
         arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
-        agreement.check({process: payload["wanted"] for process, payload in arrivals.items()}, session.hosts)
+        arrival.raise_failures(arrivals, session.hosts)
+        wanted_by_all = {process: payload["wanted"] for process, payload in arrivals.items()}
+        details = {}
+        if "tree" in agreement.differing(wanted_by_all):
+            tree = differences.describe(request.leaves, request.mesh_infos)
+            details = await differences.find(session, jax.process_index(), tree)
+        agreement.check(wanted_by_all, session.hosts, details)
         return min(int(payload["budget"]) for payload in arrivals.values())
 
     async def _read_and_exchange(
@@ -140,6 +165,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         direct, _ = await session.together("hand over", _both(restore.read_direct(), finish()))
         arrays.update(direct)
         return [arrays[index] for index in range(len(arrays))]
+
+    def _limits(self) -> meeting.Limits:
+        return meeting.Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
         return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=budget)

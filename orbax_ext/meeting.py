@@ -34,13 +34,14 @@ from absl import logging
 
 from orbax_ext import compat, errors
 from orbax_ext.board import MAX_VALUE, Board, Client, Payload
-from orbax_ext.scrub import scrub, sendable
+from orbax_ext.scrub import scrub
 from orbax_ext.waiting import GivenUpError, Ticker, in_thread, watched
 
 _LEADER = 0
 _PREFIX = "orbax_ext"
 _PAUSES = (0.002, 0.25)  # first and longest pause of the gathering process between two looks
 _LOG_EVERY = 30.0
+_LOOKS = 3  # looks without progress after which those who are still missing are not waited for once one has failed
 _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
 _SILENCE = 5.0  # and this much longer again for a service that does not answer
 _LEAVE_LIMIT = 5.0
@@ -102,6 +103,7 @@ class Session:
         self._limits = limits
         self._done = done
         self._started = time.monotonic()
+        self._deadline = math.inf if limits.total is None else self._started + limits.total
         self._nonce = uuid.uuid4().hex
         self._meetings = 0
         self._phase = "arrive"
@@ -110,6 +112,7 @@ class Session:
         self._look_every = min(10.0, max(2.0, processes / 100))
         self._most = MAX_VALUE * processes  # characters of a summary
         self._arriving = False
+        self.worked = 0  # bytes done beside those that `done` tells
         self.id = ""
         self.hosts: dict[int, str] = {}
 
@@ -119,7 +122,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.leave("" if error is None else f"{type(error).__name__}: {error}")
+        self.leave(error)
 
     def arrive(self, mine: Payload) -> dict[int, Payload]:
         """Waits until all processes have arrived with the same subject; returns what each brought."""
@@ -167,20 +170,23 @@ class Session:
         except TimeoutError:
             raise self._silent_service() from None
 
-    def leave(self, why: str = "") -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
         self._board.close()  # a thread that is still at a meeting must not write what nobody would remove
         if not self.id and not self._arriving:
             return
         board = Board(self._board.client)
         board.answered = self._board.answered  # a service that is silent already is not waited for again
-        why = sendable(scrub(why))[: errors.MAX_ERROR]
+        why = "" if error is None else errors.to_payload(error)["error"]
+        note: dict[str, Any] = {"why": why}
+        if isinstance(error, (errors.RestoreFailedError, errors.RestoreTimeoutError)):
+            note["verdict"] = errors.to_verdict(error)
 
         def go() -> None:
             if not self.id:
                 self._withdraw(board, why)
                 return
-            board.put(f"{self._home}/left/{self._process}", {"why": why})
+            board.put(f"{self._home}/left/{self._process}", note, self._most)
             if board.count(f"{self._home}/gone") == self._processes:
                 board.delete(self._home)
 
@@ -267,7 +273,7 @@ class Session:
 
     def _gather(self, home: str) -> dict[int, Any]:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
-        clock = _Clock(self._limits, self._started)
+        clock = _Clock(self._deadline)
         pause, longest = _PAUSES
         looked = time.monotonic()
         while True:
@@ -280,8 +286,14 @@ class Session:
                 self._raise_if_gone()
                 clock.note((len(found), self._tell_status(missing)))
                 clock.log_waiting(self._phase, self._names(missing))
-            if clock.expired():
-                raise self._timeout(missing, {process: str(news) for process, news in self._heard.items()})
+            failed = errors.failures(found, self.hosts, self._phase) if self.id else {}
+            if clock.expired(min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall):
+                heard = {process: str(news) for process, news in self._heard.items()}
+                if not failed:
+                    raise self._timeout(missing, heard)
+                late = {p: f"no outcome yet, {heard.get(p, 'nothing heard')}" for p in missing}
+                failed |= {p: errors.ProcessFailure(self._host(p), self._phase, text) for p, text in late.items()}
+                raise errors.RestoreFailedError(failed)
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
@@ -306,7 +318,7 @@ class Session:
 
     def _await(self, key: str, status: str, home: str) -> Any:
         """Waits for process 0 to set `key`; `home` is where the contributions to this meeting are."""
-        clock = _Clock(self._limits, self._started, grace=_GRACE)
+        clock = _Clock(self._deadline + _GRACE)
         news: dict[Any, str] = {}
         while True:
             found = self._board.wait(key, self._look_every, self._most)
@@ -322,7 +334,7 @@ class Session:
                 clock.log_waiting(self._phase, self._names(report["missing"]))
             else:
                 clock.log_waiting(self._phase, self._names([_LEADER]))
-            if clock.expired():
+            if clock.expired(self._limits.stall + _GRACE):
                 raise self._timeout(self._not_in(self._board.read(home)) or [_LEADER], news)
 
     # Both sides.
@@ -346,11 +358,16 @@ class Session:
             watched(lambda: self._board.put(key, mine), lambda: self._board.answered + _LEAVE_LIMIT)
 
     def _tell_progress(self) -> None:
-        self._board.put(f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done()})
+        self._board.put(
+            f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done() + self.worked}
+        )
 
     def _raise_if_gone(self) -> None:
         """Raises if a process has left the session, or will not come to it."""
-        gone = self._board.read(f"{self._home}/left" if self.id else f"{self._subject}/absent")
+        gone = self._board.read(f"{self._home}/left" if self.id else f"{self._subject}/absent", self._most)
+        for note in gone.values():
+            if "verdict" in note:  # it has left for a reason that is everybody's
+                raise errors.from_verdict(note["verdict"])
         if gone:
             raise errors.RestoreFailedError(
                 {
@@ -431,10 +448,8 @@ def withdraw_absent(subject: str) -> None:
 class _Clock:
     """Tells when waiting has lasted long enough, and when to log that one waits."""
 
-    def __init__(self, limits: Limits, started: float, grace: float = 0.0) -> None:
-        self._limits = limits
-        self._started = started
-        self._grace = grace
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
         self._advanced = self._logged = time.monotonic()
         self._seen: object = None
 
@@ -444,11 +459,9 @@ class _Clock:
                 self._advanced = time.monotonic()
             self._seen = state
 
-    def expired(self) -> bool:
-        now, total = time.monotonic(), self._limits.total
-        return now - self._advanced > self._limits.stall + self._grace or (
-            total is not None and now - self._started > total + self._grace
-        )
+    def expired(self, stall: float) -> bool:
+        now = time.monotonic()
+        return now - self._advanced > stall or now > self._deadline
 
     def log_waiting(self, phase: str, missing: str) -> None:
         if time.monotonic() - self._logged > _LOG_EVERY:

@@ -45,7 +45,12 @@ async def in_thread(function: Callable[..., T], *args: Any, limit: float | None 
             deliver(done.set_exception, error)
 
     _start(call, getattr(function, "__name__", "call"))
-    return await asyncio.wait_for(done, limit)
+    try:
+        return await asyncio.wait_for(done, limit)
+    except TimeoutError:
+        if done.done() and not done.cancelled():  # the function's own
+            raise
+        raise TimeoutError(f"{getattr(function, '__name__', 'a call')} did not finish within {limit:g} s") from None
 
 
 def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
