@@ -11,6 +11,7 @@ from orbax_ext.errors import (  # noqa: E402, the version is checked before anyt
     RestoreFailedError,
     RestoreTimeoutError,
 )
+from orbax_ext.fallback import ValidRestore, restore_latest_valid  # noqa: E402
 from orbax_ext.handler import BroadcastArrayHandler  # noqa: E402
 from orbax_ext.register import pytree_handler, register, registered, restore_args, unregister  # noqa: E402
 from orbax_ext.report import RestoreReport, last_report  # noqa: E402
@@ -24,11 +25,13 @@ __all__ = [
     "RestoreFailedError",
     "RestoreReport",
     "RestoreTimeoutError",
+    "ValidRestore",
     "__version__",
     "last_report",
     "pytree_handler",
     "register",
     "registered",
     "restore_args",
+    "restore_latest_valid",
     "unregister",
 ]

@@ -109,7 +109,7 @@ class Session:
         self._phase = "arrive"
         self._heard: dict[int, Heard] = {}
         # With many processes each looks less often, so that the service is asked no more in all.
-        self._look_every = min(10.0, max(2.0, processes / 100))
+        self._look_every = min(10.0, max(2.0, processes / 100), max(limits.stall / 4, 0.5))
         self._most = MAX_VALUE * processes  # characters of a summary
         self._arriving = False
         self.worked = 0  # bytes done beside those that `done` tells
@@ -274,6 +274,7 @@ class Session:
     def _gather(self, home: str) -> dict[int, Any]:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
         clock = _Clock(self._deadline)
+        clock.note((0, self._advance))
         pause, longest = _PAUSES
         looked = time.monotonic()
         while True:
@@ -281,38 +282,49 @@ class Session:
             missing = self._not_in(found)
             if not missing:
                 return found
-            if time.monotonic() - looked > self._look_every:
+            failed = errors.failures(found, self.hosts, self._phase) if self.id else {}
+            stall = min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall
+            if time.monotonic() - looked > self._look_every or clock.expired(stall):
                 looked = time.monotonic()
                 self._raise_if_gone()
                 clock.note((len(found), self._tell_status(missing)))
                 clock.log_waiting(self._phase, self._names(missing))
-            failed = errors.failures(found, self.hosts, self._phase) if self.id else {}
-            if clock.expired(min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall):
-                heard = {process: str(news) for process, news in self._heard.items()}
-                if not failed:
-                    raise self._timeout(missing, heard)
-                late = {p: f"no outcome yet, {heard.get(p, 'nothing heard')}" for p in missing}
-                failed |= {p: errors.ProcessFailure(self._host(p), self._phase, text) for p, text in late.items()}
-                raise errors.RestoreFailedError(failed)
+            if clock.expired(stall):
+                raise self._gave_up(missing, failed)
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
+    def _gave_up(
+        self, missing: list[int], failed: dict[int, errors.ProcessFailure]
+    ) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
+        """Those who are missing, or if others have failed already, these first."""
+        heard = {process: str(news) for process, news in self._heard.items()}
+        if not failed:
+            return self._timeout(missing, heard)
+        late = {process: f"no outcome yet, {heard.get(process, 'nothing heard')}" for process in missing}
+        failed |= {process: errors.ProcessFailure(self._host(process), self._phase, late[process]) for process in late}
+        return errors.RestoreFailedError(failed)
+
     def _tell_status(self, missing: list[int]) -> int:
         """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""
-        advance = self._listen()
+        self._listen()
         named = missing[:_MAX_NAMES]
         news = {process: str(self._heard[process]) for process in named if process in self._heard}
-        self._board.put(f"{self._status_home}/status", {"advance": advance, "missing": named, "news": news})
-        return advance
+        self._board.put(f"{self._status_home}/status", {"advance": self._advance, "missing": named, "news": news})
+        return self._advance
 
-    def _listen(self) -> int:
-        """Reads the processes' progress; the result grows as long as anybody advances."""
+    @property
+    def _advance(self) -> int:
+        """Grows as long as anybody is heard to advance."""
+        return sum(news.done for news in self._heard.values()) + len(self._heard)
+
+    def _listen(self) -> None:
+        """Reads the processes' progress."""
         if self.id:
             for process, report in self._board.read(f"{self._home}/progress").items():
                 before = self._heard.get(process)
                 if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
                     self._heard[process] = Heard(report["phase"], report["done"], time.monotonic())
-        return sum(news.done for news in self._heard.values()) + len(self._heard)
 
     # The others' side.
 
@@ -455,9 +467,7 @@ class _Clock:
 
     def note(self, state: object) -> None:
         if state != self._seen:
-            if self._seen is not None:
-                self._advanced = time.monotonic()
-            self._seen = state
+            self._seen, self._advanced = state, time.monotonic()
 
     def expired(self, stall: float) -> bool:
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from orbax_ext import compat, lab, meeting
 
-STALL = 4.0
+STALL = 3.0
 LIMITS = meeting.Limits(stall=STALL)
 
 
@@ -65,7 +66,7 @@ def test_the_gathering_process_not_coming_is_named_by_all(team: lab.Cluster) -> 
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(team: lab.Cluster, slow: int) -> None:
-    outcomes = team.outcomes(work_slowly, slow, [500], 3 * STALL)
+    outcomes = team.outcomes(work_slowly, slow, [500], 2.5 * STALL)
     for outcome in outcomes:
         if outcome.rank != slow:
             assert outcome.failure is not None
@@ -77,12 +78,12 @@ def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(te
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_process_that_is_slow_but_advances_is_waited_for(team: lab.Cluster, slow: int) -> None:
-    assert team.run(work_slowly, slow, range(8), STALL / 2) == [4 * STALL] * 4
+    assert team.run(work_slowly, slow, range(5), STALL / 2) == [2.5 * STALL] * 4
 
 
 def test_a_limit_in_all_ends_even_what_advances(team: lab.Cluster) -> None:
-    outcomes = team.outcomes(work_slowly, 2, range(20), STALL / 4, total=STALL)
-    assert ["timeout=4" in str(outcome) and "RestoreTimeoutError" in str(outcome) for outcome in outcomes] == [True] * 4
+    outcomes = team.outcomes(work_slowly, 2, range(10), STALL / 4, total=STALL)
+    assert ["timeout=3" in str(outcome) and "RestoreTimeoutError" in str(outcome) for outcome in outcomes] == [True] * 4
 
 
 @pytest.mark.parametrize("eager", [0, 3])
@@ -145,12 +146,13 @@ def test_secrets_of_one_process_do_not_reach_the_others() -> None:
         assert "hunter2" not in outcome.failure.traceback
 
 
-def test_a_service_that_falls_silent_ends_the_wait() -> None:
+def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> None:
     with lab.Cluster(3, 1) as trio:
-        run = trio.submit(meet_after, 2.0)
-        time.sleep(1.0)
+        run = trio.submit(meet_after, 1.0, str(tmp_path))
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
         trio.signal(0, signal.SIGSTOP)
-        outcomes = run.outcomes(timeout=2.0 + STALL + 12)
+        outcomes = run.outcomes(timeout=1.0 + STALL + 12)
     for outcome in outcomes[1:]:
         assert "RestoreTimeoutError" in str(outcome)
         assert "process 0 (" in str(outcome)
@@ -266,9 +268,10 @@ def meet_often(times: int) -> list[str]:
     return keys_left()
 
 
-def meet_after(seconds: float) -> None:
+def meet_after(seconds: float, arrived: str) -> None:
     with meeting.open_session("test", LIMITS) as session:
         session.arrive({})
+        (pathlib.Path(arrived) / str(jax.process_index())).touch()
         time.sleep(seconds)
         session.meet("later")
 
