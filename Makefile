@@ -1,6 +1,9 @@
 # Every target makes the environment it needs, from pinned constraints, under .venv/.
 #   make demo    restore on 4 processes x 8 devices, stock Orbax beside orbax_ext
 #   make test    all tests, on the oldest and on the newest supported Orbax
+#   make test-faults    processes that fail, stop, die or disagree in the middle of a restore; prints a table
+#   make faults-table   the same, and writes the table into BUILD.md
+#   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
 
@@ -8,7 +11,7 @@ PYTHON ?= python3
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
 
-.PHONY: demo test test-oldest test-newest check fmt clean
+.PHONY: demo test test-oldest test-newest test-faults test-faults-oldest test-faults-newest faults-table bench-meetings check fmt clean
 
 demo: $(NEWEST)/.ready
 	$(NEWEST)/bin/orbax-ext demo
@@ -17,6 +20,17 @@ test: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv/%/.ready
 	.venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+
+test-faults: test-faults-oldest test-faults-newest
+
+test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
+	.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS)
+
+faults-table: export ORBAX_EXT_FAULTS_TABLE = write
+faults-table: test-faults
+
+bench-meetings: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m tools.bench_meetings --write
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .

@@ -8,10 +8,10 @@ MESH = MeshInfo(("dp", "tp"), (2, 4), (0,) * 4 + (1,) * 4)
 
 def test_leaves_that_lie_alike_are_bundled() -> None:
     leaves = [
-        Leaf("a", (8, 2), "float32", 16, 0, (("tp",), ())),
-        Leaf("b", (8,), "float32", 8, 0, (("tp",),)),
-        Leaf("c", (2, 8), "float32", 16, 0, ((), ("tp",))),
-        Leaf("d", (4,), "float32", 16, 0, ((),)),
+        Leaf("a", (8, 2), "float32", 16, mesh=0, spec=(("tp",), ())),
+        Leaf("b", (8,), "float32", 8, mesh=0, spec=(("tp",),)),
+        Leaf("c", (2, 8), "float32", 16, mesh=0, spec=((), ("tp",))),
+        Leaf("d", (4,), "float32", 16, mesh=0, spec=((),)),
     ]
     assert comparison.bundles(leaves, [0, 1, 2, 3], frozenset()) == [(0, 1), (2,), (3,)]
     assert comparison.bundles(leaves, [0, 1], frozenset({1})) == [(0,), (1,)]
@@ -49,7 +49,7 @@ def test_what_is_not_as_stored_is_found() -> None:
 
 
 def test_a_part_is_told_as_a_box() -> None:
-    leaf = Leaf("a", (8, 6, 4), "float32", 0, 0, (("tp",), (), ("dp",)))
+    leaf = Leaf("a", (8, 6, 4), "float32", 0, mesh=0, spec=(("tp",), (), ("dp",)))
     number = comparison.part_number((4, 0, 2), (2, 6, 2), (8, 6, 4))
     assert comparison.box_text(leaf, [MESH], number) == "[4:6, :, 2:4]"
     assert comparison.box_text(leaf, [MESH], None) == "[:, :, :]"

@@ -33,7 +33,10 @@ def test_a_tree_that_is_too_long_to_show_is_not_called_lacking() -> None:
 
 
 def test_a_leaf_is_described_by_all_that_must_agree() -> None:
-    leaves = [Leaf("a", (8, 2), "float32", 16, 0, (("tp",), ())), Leaf("k", (), "key", 0, direct_because="it is a key")]
+    leaves = [
+        Leaf("a", (8, 2), "float32", 16, mesh=0, spec=(("tp",), ())),
+        Leaf("k", (), "key", 0, direct_because="it is a key"),
+    ]
     assert differences.describe(leaves, [MESH]) == {
         "a": "float32[8, 2] sharded (tp, -) on mesh (dp=2, tp=4)",
         "k": "key[] (it is a key)",

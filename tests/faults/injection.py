@@ -1,0 +1,142 @@
+"""What goes wrong, and where: run on the processes, around a restore that is not told about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import jax
+
+_SLOW = 3.0  # seconds that a reader takes where something else shall happen meanwhile
+
+Reads = Callable[..., Awaitable[Any]]
+
+
+@contextlib.contextmanager
+def reading(replace: Callable[[Reads], Reads]) -> Iterator[None]:
+    """Replaces how this process reads one array, in stock Orbax and in orbax_ext alike."""
+    from orbax.checkpoint._src.serialization import serialization
+
+    original = serialization.async_deserialize
+    serialization.async_deserialize = replace(original)
+    try:
+        yield
+    finally:
+        serialization.async_deserialize = original
+
+
+def read_error() -> contextlib.AbstractContextManager[None]:
+    async def read(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    return reading(lambda original: read)
+
+
+def signal_in_read(number: signal.Signals) -> contextlib.AbstractContextManager[None]:
+    """The process gets a signal while it reads."""
+
+    def replace(original: Reads) -> Reads:
+        async def read(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(0.5)
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.5)
+            return await original(*args, **kwargs)
+
+        return read
+
+    return reading(replace)
+
+
+def slow_read(seconds: float = _SLOW) -> contextlib.AbstractContextManager[None]:
+    def replace(original: Reads) -> Reads:
+        async def read(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return await original(*args, **kwargs)
+
+        return read
+
+    return reading(replace)
+
+
+def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
+    """One array after the other, with a pause before each."""
+    turn = asyncio.Lock()
+
+    def replace(original: Reads) -> Reads:
+        async def read(*args: Any, **kwargs: Any) -> Any:
+            async with turn:
+                await asyncio.sleep(pause)
+                return await original(*args, **kwargs)
+
+        return read
+
+    return reading(replace)
+
+
+@contextlib.contextmanager
+def signal_soon(number: signal.Signals, seconds: float = 1.0) -> Iterator[None]:
+    """The process gets a signal from outside, while the reader reads."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+    yield
+
+
+@contextlib.contextmanager
+def exception_in_exchange(how: str) -> Iterator[None]:
+    """The process runs out of memory just before it would enter the collective that moves data."""
+    if how == "ours":
+        from orbax_ext.exchange import Exchange as Owner
+
+        name, failing_call = "_start", 2  # the first call opens the communicator
+    else:
+        from orbax.checkpoint._src.multihost import multislice as Owner  # type: ignore[no-redef]
+
+        name, failing_call = "broadcast_one_replica_to_all", 1
+    original, calls = getattr(Owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing_call:
+            raise MemoryError("no room for the exchange")
+        return original(*args, **kwargs)
+
+    setattr(Owner, name, failing)
+    try:
+        yield
+    finally:
+        setattr(Owner, name, original)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if before == 0:
+            os.seteuid(before)
+
+
+def on(rank: int, fault: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
+    """A fault on one process, none on the others."""
+    return fault() if jax.process_index() == rank else contextlib.nullcontext()
+
+
+def rss_megabytes() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def now() -> float:
+    return time.monotonic()
