@@ -29,6 +29,26 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def start_coordination_service(address: str, clients: int) -> Any:
+    """A coordination service of its own, without devices; shut it down after its clients."""
+    return _jax_extension().get_distributed_runtime_service(address, clients)
+
+
+def join_coordination_service(address: str, number: int, seconds: int) -> Any:
+    """A client of such a service; returns when it is connected."""
+    client = _jax_extension().get_distributed_runtime_client(
+        address, number, init_timeout=seconds, shutdown_on_destruction=False
+    )
+    client.connect()
+    return client
+
+
+def _jax_extension() -> Any:
+    from jax._src.lib import _jax
+
+    return _jax
+
+
 def array_store(directory: Any, name: str | None, in_database: bool) -> Any:
     """TensorStore's spec for where an array of a checkpoint is stored, or all of them; a database is OCDBT."""
     return tensorstore_utils.build_kvstore_tspec(os.fspath(directory), name, use_ocdbt=in_database)

@@ -144,7 +144,7 @@ class Session:
         self._phase = phase
         mine: Payload = {}
         try:
-            with Ticker(self._tick, every=max(1.0, self._processes / 200)):
+            with self.reporting():
                 result = await work
         except Exception as error:
             mine = errors.to_payload(error)
@@ -156,6 +156,10 @@ class Session:
         if failed:
             raise errors.RestoreFailedError(failed)
         return result
+
+    def reporting(self) -> Ticker:
+        """Publishes this process's progress as long as a `with` block lasts."""
+        return Ticker(self._tick, every=max(1.0, self._processes / 200))
 
     async def barrier(self, name: str) -> None:
         """Orbax's barrier on the coordination service, entered by all processes a moment after a meeting."""

@@ -40,11 +40,13 @@ def read_error() -> contextlib.AbstractContextManager[None]:
 
 def signal_in_read(number: signal.Signals) -> contextlib.AbstractContextManager[None]:
     """The process gets a signal while it reads."""
+    pending = [number]
 
     def replace(original: Reads) -> Reads:
         async def read(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(0.5)
-            os.kill(os.getpid(), number)
+            if pending:
+                os.kill(os.getpid(), pending.pop())
             await asyncio.sleep(0.5)
             return await original(*args, **kwargs)
 
@@ -91,15 +93,14 @@ def signal_soon(number: signal.Signals, seconds: float = 1.0) -> Iterator[None]:
 @contextlib.contextmanager
 def exception_in_exchange(how: str) -> Iterator[None]:
     """The process runs out of memory just before it would enter the collective that moves data."""
-    if how == "ours":
-        from orbax_ext.exchange import Exchange as Owner
+    from orbax.checkpoint._src.multihost import multislice
 
-        name, failing_call = "_start", 2  # the first call opens the communicator
-    else:
-        from orbax.checkpoint._src.multihost import multislice as Owner  # type: ignore[no-redef]
+    from orbax_ext.exchange import Exchange
 
-        name, failing_call = "broadcast_one_replica_to_all", 1
-    original, calls = getattr(Owner, name), 0
+    owner: Any = Exchange if how == "ours" else multislice
+    # The first call of ours only opens the communicator.
+    name, failing_call = ("_start", 2) if how == "ours" else ("broadcast_one_replica_to_all", 1)
+    original, calls = getattr(owner, name), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -108,11 +109,11 @@ def exception_in_exchange(how: str) -> Iterator[None]:
             raise MemoryError("no room for the exchange")
         return original(*args, **kwargs)
 
-    setattr(Owner, name, failing)
+    setattr(owner, name, failing)
     try:
         yield
     finally:
-        setattr(Owner, name, original)
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
