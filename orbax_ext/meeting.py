@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 import jax
 from absl import logging
 
-from orbax_ext import compat, errors
+from orbax_ext import compat, errors, summary
 from orbax_ext.board import MAX_VALUE, Board, Client, Payload
 from orbax_ext.scrub import scrub
 from orbax_ext.waiting import GivenUpError, Ticker, in_thread, watched
@@ -215,8 +215,7 @@ class Session:
             self._withdraw(self._board, "")
             raise
         self._board.delete(reply)
-        summary = self._await(f"{self._home}/out/0", f"{self._home}/status", home)
-        found = {int(process): payload for process, payload in summary.items()}
+        found = summary.unpack(self._await(f"{self._home}/out/0", f"{self._home}/status", home))
         self.hosts = {process: str(payload["host"]) for process, payload in found.items()}
         _hosts_met.update(self.hosts)
         return found
@@ -245,10 +244,9 @@ class Session:
                 raise
             self._board.delete(home)
             self._board.delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
-            self._publish(out, {str(process): payload for process, payload in found.items()})
+            self._publish(out, summary.pack(found))
             return found
-        summary = self._await(out, f"{self._home}/status", home)
-        return {int(process): payload for process, payload in summary.items()}
+        return summary.unpack(self._await(out, f"{self._home}/status", home))
 
     # Process 0's side.
 
@@ -262,7 +260,8 @@ class Session:
         finally:
             self._board.delete(f"{self._subject}/status")
         self.id = uuid.uuid4().hex
-        self._publish(f"{self._home}/out/0", {str(p): arrival["payload"] for p, arrival in arrivals.items()})
+        brought = {process: arrival["payload"] for process, arrival in arrivals.items()}
+        self._publish(f"{self._home}/out/0", summary.pack(brought))
         self._board.delete(home)
         for process, arrival in arrivals.items():
             self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", {"id": self.id})

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbax_ext import digests
@@ -24,7 +24,7 @@ def whole(array: Any) -> int:
     return digests.of_block(array, [0] * array.ndim, array.shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_digests_of_the_shards_add_up_however_a_leaf_is_cut(data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.sampled_from([1, 2, 3]), max_size=3))
