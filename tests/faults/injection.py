@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -55,9 +56,12 @@ def signal_in_read(number: signal.Signals) -> contextlib.AbstractContextManager[
     return reading(replace)
 
 
-def slow_read(seconds: float = _SLOW) -> contextlib.AbstractContextManager[None]:
+def slow_read(begun: pathlib.Path, seconds: float = _SLOW) -> contextlib.AbstractContextManager[None]:
+    """Makes a file when it begins to read, and takes its time."""
+
     def replace(original: Reads) -> Reads:
         async def read(*args: Any, **kwargs: Any) -> Any:
+            begun.touch()
             await asyncio.sleep(seconds)
             return await original(*args, **kwargs)
 
@@ -82,11 +86,15 @@ def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def signal_soon(number: signal.Signals, seconds: float = 1.0) -> Iterator[None]:
-    """The process gets a signal from outside, while the reader reads."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
-    timer.daemon = True
-    timer.start()
+def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
+    """The process gets a signal from outside, as soon as the reader reads."""
+
+    def watch() -> None:
+        while not begun.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
     yield
 
 
@@ -137,7 +145,3 @@ def on(rank: int, fault: Callable[[], contextlib.AbstractContextManager[None]]) 
 def rss_megabytes() -> float:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def now() -> float:
-    return time.monotonic()

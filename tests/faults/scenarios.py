@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import signal
 import time
 from collections.abc import Mapping
@@ -105,12 +106,20 @@ def reader_killed(path: str, how: str) -> Record:
 
 
 def non_reader_killed(path: str, how: str) -> Record:
-    with on(READER, injection.slow_read), on(OTHER, lambda: injection.signal_soon(signal.SIGKILL)):
-        return restore(path, how)
+    return _killed(path, how, OTHER)
 
 
 def process_0_killed(path: str, how: str) -> Record:
-    with on(READER, injection.slow_read), on(0, lambda: injection.signal_soon(signal.SIGKILL)):
+    return _killed(path, how, 0)
+
+
+def _killed(path: str, how: str, rank: int) -> Record:
+    """A process is killed while the reader reads."""
+    begun = pathlib.Path(f"{path}.{how}.{rank}.reading")
+    with (
+        on(READER, lambda: injection.slow_read(begun)),
+        on(rank, lambda: injection.signal_once(begun, signal.SIGKILL)),
+    ):
         return restore(path, how)
 
 
