@@ -10,6 +10,7 @@ Bad arguments are plain `ValueError`s that say what was expected, what was found
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import traceback
 from collections.abc import Collection, Mapping
@@ -74,7 +75,8 @@ _MAX_TRACEBACK = 16384
 def to_payload(error: BaseException) -> dict[str, str]:
     """An error as text for the other processes: cut to size, without secrets."""
     trace = sendable(scrub("".join(traceback.format_exception(error))))
-    text = sendable(scrub(f"{type(error).__name__}: {error}"))
+    cut_off = isinstance(error, (asyncio.CancelledError, GeneratorExit))
+    text = sendable(scrub(f"{type(error).__name__}: {'the restore was interrupted' if cut_off else error}"))
     return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
 
 

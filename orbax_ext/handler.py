@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -32,9 +31,9 @@ from orbax_ext.execution import Execution
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.planner import digest
-from orbax_ext.waiting import in_thread
+from orbax_ext.waiting import Turn, in_thread
 
-_turn = threading.Lock()
+_turn = Turn()
 
 
 class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
@@ -194,12 +193,13 @@ async def _both(first: Any, second: Any) -> tuple[Any, Any]:
 @contextlib.asynccontextmanager
 async def _one_at_a_time() -> AsyncIterator[None]:
     """Restores of one process take turns: two at once could meet another process's in the other order."""
-    while not _turn.acquire(blocking=False):
+    here = asyncio.get_running_loop()
+    while not _turn.take(here):
         await asyncio.sleep(0.01)
     try:
         yield
     finally:
-        _turn.release()
+        _turn.give_back(here)
 
 
 @contextlib.contextmanager

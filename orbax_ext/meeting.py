@@ -18,6 +18,7 @@ the last process to leave removes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ from absl import logging
 from orbax_ext import compat, errors, summary
 from orbax_ext.board import MAX_VALUE, Board, Client, Payload
 from orbax_ext.scrub import scrub
-from orbax_ext.waiting import GivenUpError, Ticker, in_thread, watched
+from orbax_ext.waiting import GivenUpError, StopTicking, Ticker, in_thread, watched
 
 _LEADER = 0
 _PREFIX = "orbax_ext"
@@ -112,6 +113,8 @@ class Session:
         self._look_every = min(10.0, max(2.0, processes / 100), max(limits.stall / 4, 0.5))
         self._most = MAX_VALUE * processes  # characters of a summary
         self._arriving = False
+        self._left = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.worked = 0  # bytes done beside those that `done` tells
         self.id = ""
         self.hosts: dict[int, str] = {}
@@ -142,6 +145,7 @@ class Session:
         Otherwise raises the same `RestoreFailedError` on all of them.
         """
         self._phase = phase
+        self._loop = asyncio.get_running_loop()
         mine: Payload = {}
         try:
             with self.reporting():
@@ -177,8 +181,9 @@ class Session:
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
         self._board.close()  # a thread that is still at a meeting must not write what nobody would remove
-        if not self.id and not self._arriving:
+        if self._left or (not self.id and not self._arriving):
             return
+        self._left = True
         board = Board(self._board.client)
         board.answered = self._board.answered  # a service that is silent already is not waited for again
         why = "" if error is None else errors.to_payload(error)["error"]
@@ -363,6 +368,10 @@ class Session:
 
     def _tick(self) -> None:
         """What a process does every so often while it works."""
+        if self._loop is not None and self._loop.is_closed():
+            # A KeyboardInterrupt ends Orbax's event loop, and what ran in it, without a word (0.12.0 and later).
+            self.leave(InterruptedError("the restore was interrupted"))
+            raise StopTicking
         self._tell_progress()
         if self._process == _LEADER:  # the others may be waiting already, and want to know whether to go on
             self._tell_status(self._not_in(self._board.read(f"{self._home}/in/{self._meetings + 1}")))

@@ -21,6 +21,10 @@ T = TypeVar("T")
 _LOOK_EVERY = 0.5
 
 
+class StopTicking(Exception):  # noqa: N818, like StopIteration
+    """Raised by a ticker's function that has nothing more to do."""
+
+
 class GivenUpError(Exception):
     """A call did not come back in time; its thread was left to itself."""
 
@@ -98,8 +102,30 @@ class Ticker:
         while not self._stop.wait(self._every):
             try:
                 self._function()
+            except StopTicking:
+                return
             except Exception as error:  # those who wait for news will do without
                 logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
+
+
+class Turn:
+    """A lock for coroutines of different event loops; one whose loop has been closed holds it no longer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: asyncio.AbstractEventLoop | None = None
+
+    def take(self, loop: asyncio.AbstractEventLoop) -> bool:
+        with self._lock:
+            if self._holder is not None and not self._holder.is_closed():
+                return False
+            self._holder = loop
+            return True
+
+    def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            if self._holder is loop:
+                self._holder = None
 
 
 def _start(function: Callable[[], None], name: str) -> threading.Thread:

@@ -91,8 +91,13 @@ def permission_denied(path: str, how: str) -> Record:
 
 
 def reader_stopped(path: str, how: str) -> Record:
-    with on(READER, lambda: injection.signal_in_read(signal.SIGSTOP)):
+    with on(READER, lambda: injection.signal_in_read(signal.SIGSTOP, stop_mark(path, how))):
         return restore(path, how)
+
+
+def stop_mark(path: str, how: str) -> pathlib.Path:
+    """The file that the reader makes before it is stopped."""
+    return pathlib.Path(f"{path}.{how}.stopping")
 
 
 def reader_slow(path: str, how: str) -> Record:
