@@ -206,13 +206,13 @@ def test_jax_itself_ends_the_job_when_process_0_dies(arena: Arena) -> None:
     assert all(outcome.state == "died" or "Restore" in outcome.value.outcome for outcome in outcomes[1:])
 
 
-def test_a_chunk_that_silently_reads_as_zeros_is_found_by_verify(arena: Arena) -> None:
+def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) -> None:
     path = str(arena.place / "plain files")
     arena.ours.run(scenarios.save, path, ocdbt=False)
     assert cli.main(["verify", "--write", path]) == 0
-    fault = Fault("lost chunk that reads as zeros, verify=True", scenarios.verified, "RestoreFailedError", READER)
+    fault = Fault("chunk with the content of another, verify=True", scenarios.verified, "RestoreFailedError", READER)
     assert {record.outcome for record in arena.ours.run(scenarios.verified, path, "ours")} == {"restored"}
-    damage.remove_a_chunk(path)
+    damage.mix_up_chunks(path)
     for outcome in arena.run(fault, path):
         assert outcome.value.outcome == "RestoreFailedError"
         assert "leaf 'layer3', box [:, :]: digest" in outcome.value.message
