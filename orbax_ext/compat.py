@@ -5,16 +5,26 @@ No other module imports from `orbax.checkpoint._src` or `jax._src`.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils.epath import gpath
 from jax._src import distributed
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.multihost import multihost
-from orbax.checkpoint._src.serialization import jax_array_restore_args
+from orbax.checkpoint._src.path import atomicity, atomicity_defaults
+from orbax.checkpoint._src.serialization import (
+    jax_array_restore_args,
+    ocdbt_utils,
+    serialization,
+    tensorstore_utils,
+)
 
 ArrayMetadataStore = array_metadata_store.Store
 Format = jax_array_restore_args.Format
@@ -54,3 +64,141 @@ async def random_key_impls(handler: type_handlers.ArrayHandler, checkpoint_dir: 
         if impl:
             found[metadata.param_name] = impl
     return found
+
+
+def add_object_store(
+    scheme: str,
+    kvstore: Callable[[str, str], dict[str, Any]],
+    files: Callable[[], Any],
+    explain: Callable[[Exception, str], Exception],
+) -> Callable[[], None]:
+    """Makes Orbax treat paths of one more scheme as it treats gs://; returns what undoes it.
+
+    Three places know of schemes, in every supported release: `build_kvstore_tspec` (arrays), the defaults of
+    `atomicity_defaults` (how a checkpoint becomes complete), and etils' choice of a backend (all other files).
+
+    Args:
+      scheme: Such as "s3".
+      kvstore: Given bucket and path, TensorStore's spec for it.
+      files: The etils backend for the scheme.
+      explain: Given an error of TensorStore and a path, the error to raise instead.
+    """
+    prefix = f"{scheme}://"
+    changes = [
+        (tensorstore_utils, "build_kvstore_tspec", lambda found: _building_specs(found, prefix, kvstore)),
+        (atomicity_defaults, "get_default_temporary_path_class", lambda found: _committing_by_file(found, prefix)),
+        (atomicity_defaults, "get_item_default_temporary_path_class", lambda found: _committing_by_file(found, prefix)),
+        (gpath._GPath, "_backend", lambda found: _choosing_backend(found, scheme, files)),
+        *((owner, name, lambda found: _explaining(found, explain)) for owner, name in _array_operations()),
+    ]
+    undo = []
+    for owner, name, change in changes:
+        found = owner.__dict__[name]
+        changed = change(found)
+        setattr(owner, name, changed)
+        undo.append((owner, name, found, changed))
+
+    def restore() -> None:
+        for owner, name, found, changed in reversed(undo):
+            if owner.__dict__[name] is changed:  # otherwise somebody has wrapped it in the meantime
+                setattr(owner, name, found)
+
+    return restore
+
+
+def _building_specs(
+    found: Callable[..., Any], prefix: str, kvstore: Callable[[str, str], dict[str, Any]]
+) -> Callable[..., Any]:
+    """Builds the spec as for gs://, with all that Orbax knows about object stores, and changes the store in it."""
+    mark = prefix.rstrip("/") + "/"  # os.path.normpath makes s3:/ of s3://
+
+    @functools.wraps(found)
+    def build(directory: Any, *args: Any, **kwargs: Any) -> Any:
+        text = os.fspath(directory)
+        if not text.startswith(mark):
+            return found(directory, *args, **kwargs)
+        return _in_store(found(f"gs://{text[len(mark) :].lstrip('/')}", *args, **kwargs), kvstore)
+
+    return build
+
+
+def _in_store(spec: Any, kvstore: Callable[[str, str], dict[str, Any]]) -> Any:
+    """The spec with every place on gs:// put into the store. Orbax wrote such a place as a URL until 0.12.0."""
+    if isinstance(spec, str) and spec.startswith("gs://"):
+        bucket, _, path = spec.removeprefix("gs://").partition("/")
+        return kvstore(bucket, path)
+    if isinstance(spec, dict) and spec.get("driver") in ("gcs", "gcs_grpc"):
+        return kvstore(spec["bucket"], spec.get("path", ""))
+    if isinstance(spec, dict):
+        return {key: _in_store(value, kvstore) for key, value in spec.items()}
+    if isinstance(spec, list):
+        return [_in_store(value, kvstore) for value in spec]
+    return spec
+
+
+def _committing_by_file(found: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+    @functools.wraps(found)
+    def choose(path: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = found(path, *args, **kwargs)
+        if not os.fspath(path).startswith(prefix) or chosen is atomicity.CommitFileTemporaryPath:
+            return chosen
+        options = kwargs.get("atomicity_options")  # from 0.12.4 on
+        if options is not None and options.mode.name == "ATOMIC_RENAME":
+            raise ValueError(
+                f"{os.fspath(path)}: an object store has no atomic rename, so a checkpoint written half-way would pass "
+                "for a complete one. Use AtomicityMode.AUTO or COMMIT_FILE."
+            )
+        return atomicity.CommitFileTemporaryPath
+
+    return choose
+
+
+def _choosing_backend(found: property, scheme: str, files: Callable[[], Any]) -> property:
+    def choose(path: Any) -> Any:
+        return files() if path._uri_scheme == scheme else found.__get__(path)
+
+    return property(choose)
+
+
+def _array_operations() -> list[tuple[Any, str]]:
+    """What Orbax does with TensorStore, so that what it raises can be put into better words."""
+    handlers = (type_handlers.ArrayHandler, type_handlers.NumpyHandler, type_handlers.StringHandler)
+    operations: list[tuple[Any, str]] = [
+        (handler, name) for handler in handlers for name in ("deserialize", "metadata") if name in handler.__dict__
+    ]
+    operations += [(serialization, "async_serialize_from_host"), (ocdbt_utils, "merge_ocdbt_per_process_files")]
+    return operations
+
+
+def _explaining(found: Callable[..., Any], explain: Callable[[Exception, str], Exception]) -> Callable[..., Any]:
+    @functools.wraps(found)
+    async def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await found(*args, **kwargs)
+        except Exception as error:
+            better = explain(error, _place([*args, *kwargs.values()]))
+            if better is error:
+                raise
+            raise better from None
+
+    return explained
+
+
+def _place(arguments: Sequence[Any]) -> str:
+    """The path that a call is about: a directory, that of the first ParamInfo, or one in a spec."""
+    for argument in arguments:
+        if isinstance(argument, os.PathLike):
+            return os.fspath(argument)
+        if isinstance(argument, (list, tuple)) and argument and hasattr(argument[0], "parent_dir"):
+            return os.fspath(argument[0].parent_dir)
+        if isinstance(argument, dict) and "kvstore" in argument:
+            return _url(argument["kvstore"])
+    return ""
+
+
+def _url(kvstore: Any) -> str:
+    base = kvstore.get("base", kvstore) if isinstance(kvstore, dict) else {}
+    base = base["layers"][0]["base"] if isinstance(base, dict) and base.get("driver") == "kvstack" else base
+    if not isinstance(base, dict) or "driver" not in base:
+        return ""
+    return f"{base['driver']}://{base.get('bucket') or base.get('endpoint', '')}/{base.get('path', '')}"
