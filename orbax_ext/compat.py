@@ -5,12 +5,14 @@ No other module imports from `orbax.checkpoint._src` or `jax._src`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
 from etils.epath import gpath
 from jax._src import distributed
 from orbax.checkpoint import type_handlers
@@ -71,6 +73,7 @@ def add_object_store(
     kvstore: Callable[[str, str], dict[str, Any]],
     files: Callable[[], Any],
     explain: Callable[[Exception, str], Exception],
+    restoring: Callable[[str, bool], contextlib.AbstractContextManager[None]],
 ) -> Callable[[], None]:
     """Makes Orbax treat paths of one more scheme as it treats gs://; returns what undoes it.
 
@@ -82,6 +85,8 @@ def add_object_store(
       kvstore: Given bucket and path, TensorStore's spec for it.
       files: The etils backend for the scheme.
       explain: Given an error of TensorStore and a path, the error to raise instead.
+      restoring: Entered around each restore, with the directory that holds the checkpoint and whether all processes
+        take part.
     """
     prefix = f"{scheme}://"
     changes = [
@@ -90,6 +95,7 @@ def add_object_store(
         (atomicity_defaults, "get_item_default_temporary_path_class", lambda found: _committing_by_file(found, prefix)),
         (gpath._GPath, "_backend", lambda found: _choosing_backend(found, scheme, files)),
         *((owner, name, lambda found: _explaining(found, explain)) for owner, name in _array_operations()),
+        *((owner, name, lambda found, read=read: _around(found, read, restoring)) for owner, name, read in _restores()),
     ]
     undo = []
     for owner, name, change in changes:
@@ -163,11 +169,47 @@ def _choosing_backend(found: property, scheme: str, files: Callable[[], Any]) ->
 def _array_operations() -> list[tuple[Any, str]]:
     """What Orbax does with TensorStore, so that what it raises can be put into better words."""
     handlers = (type_handlers.ArrayHandler, type_handlers.NumpyHandler, type_handlers.StringHandler)
+    names = ("deserialize", "metadata", "_background_serialize")
     operations: list[tuple[Any, str]] = [
-        (handler, name) for handler in handlers for name in ("deserialize", "metadata") if name in handler.__dict__
+        (handler, name) for handler in handlers for name in names if name in handler.__dict__
     ]
     operations += [(serialization, "async_serialize_from_host"), (ocdbt_utils, "merge_ocdbt_per_process_files")]
     return operations
+
+
+def _restores() -> list[tuple[Any, str, Callable[..., tuple[str, bool]]]]:
+    """Where every restore passes, and how to tell from the arguments where the checkpoint is and who takes part."""
+    from orbax.checkpoint.experimental.v1._src.loading import loading
+
+    def of_manager(manager: Any, *args: Any, directory: Any = None, **kwargs: Any) -> tuple[str, bool]:
+        directory = directory or (args[3] if len(args) > 3 else None) or manager.directory
+        return os.fspath(directory), manager._multiprocessing_options.active_processes is None
+
+    def of_checkpointer(checkpointer: Any, directory: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
+        return os.path.dirname(os.fspath(directory).rstrip("/")), checkpointer._active_processes is None
+
+    def of_v1(path: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
+        options = loading.context_lib.get_context().multiprocessing_options
+        return os.path.dirname(os.fspath(path).rstrip("/")), options.active_processes is None
+
+    return [
+        (ocp.CheckpointManager, "restore", of_manager),
+        (ocp.Checkpointer, "restore", of_checkpointer),
+        (loading, "_load_impl", of_v1),
+    ]
+
+
+def _around(
+    found: Callable[..., Any],
+    read: Callable[..., tuple[str, bool]],
+    restoring: Callable[[str, bool], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    @functools.wraps(found)
+    def restore(*args: Any, **kwargs: Any) -> Any:
+        with restoring(*read(*args, **kwargs)):
+            return found(*args, **kwargs)
+
+    return restore
 
 
 def _explaining(found: Callable[..., Any], explain: Callable[[Exception, str], Exception]) -> Callable[..., Any]:
@@ -190,7 +232,8 @@ def _place(arguments: Sequence[Any]) -> str:
         if isinstance(argument, os.PathLike):
             return os.fspath(argument)
         if isinstance(argument, (list, tuple)) and argument and hasattr(argument[0], "parent_dir"):
-            return os.fspath(argument[0].parent_dir)
+            parent = argument[0].parent_dir
+            return os.fspath(parent) if isinstance(parent, os.PathLike) else ""
         if isinstance(argument, dict) and "kvstore" in argument:
             return _url(argument["kvstore"])
     return ""

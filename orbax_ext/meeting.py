@@ -41,6 +41,7 @@ _LOG_EVERY = 30.0
 _LEADER_GRACE = 5.0  # the others wait this much longer than process 0, whose verdict names the missing
 _MAX_VALUE = 1 << 16  # characters of one process's contribution; longer ones are refused
 
+_MAX_PART = 1 << 18  # characters of one piece of a shared result
 _MAX_ERROR = 4096
 _MAX_TRACEBACK = 16384
 
@@ -158,6 +159,40 @@ class Session:
         if failed:
             raise errors.RestoreFailedError(failed)
         return result  # type: ignore[return-value]
+
+    def once(self, name: str, work: Callable[[], str]) -> str:
+        """Does a piece of work on whichever process asks for it first, and gives its result to all that ask.
+
+        Nobody depends on another process for it: if the first one fails or dies, the others do it for themselves.
+        """
+        home = f"{self._home}/once/{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}"
+        if self._is_first(home):
+            parts = None
+            try:
+                result = work()
+                parts = [result[start : start + _MAX_PART] for start in range(0, len(result), _MAX_PART)] or [""]
+                for number, part in enumerate(parts):
+                    self._client.key_value_set(f"{home}/{number}", part, allow_overwrite=True)
+                return result
+            finally:
+                self._set(f"{home}/parts", {"parts": len(parts) if parts is not None else 0})
+        try:
+            count = self._await(f"{home}/parts", None, lambda: self._timeout(f"once {name}", [_LEADER]))["parts"]
+            if count:
+                wait = int(_SLICE * 1000)
+                return "".join(self._client.blocking_key_value_get(f"{home}/{n}", wait) for n in range(count))
+        except Exception as error:
+            logging.warning("orbax_ext: %s: the process that was to do it for all did not: %s", name, error)
+        return work()
+
+    def _is_first(self, home: str) -> bool:
+        try:
+            self._client.key_value_set(f"{home}/by", str(self._process), allow_overwrite=False)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
 
     async def barrier(self, name: str) -> None:
         """Orbax's barrier on the coordination service, entered by all processes a moment after a meeting."""

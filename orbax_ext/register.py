@@ -13,20 +13,25 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
-from orbax_ext import compat, options
+from orbax_ext import compat, options, storage
 from orbax_ext.handler import BroadcastArrayHandler
 
 _replaced: list[type_handlers.TypeHandler] = []  # what each register() found, the latest last
+_enabled_s3: list[bool] = []  # whether each register() had to enable s3:// paths, the latest last
 
 
 def register(**knobs: Any) -> BroadcastArrayHandler:
     """Makes Orbax restore every `jax.Array` through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
-    Saving goes on as before: the settings of the handler that was registered are taken over.
+    Saving goes on as before: the settings of the handler that was registered are taken over. Paths that begin with
+    s3:// work from here on, with the settings of the environment unless `storage.enable_s3` was called before.
     """
     found = type_handlers.get_type_handler(jax.Array)
     handler = _handler_like(found, knobs)
     _replaced.append(found)
+    _enabled_s3.append(not storage.s3_enabled())
+    if _enabled_s3[-1]:
+        storage.enable_s3()
     _put(handler)
     return handler
 
@@ -36,6 +41,8 @@ def unregister() -> None:
     if not _replaced:
         raise ValueError("orbax_ext is not registered: there is nothing to put back.")
     _put(_replaced.pop())
+    if _enabled_s3.pop():
+        storage.disable_s3()
 
 
 @contextlib.contextmanager
@@ -45,7 +52,9 @@ def registered(**knobs: Any) -> Iterator[BroadcastArrayHandler]:
     try:
         yield register(**knobs)
     finally:
-        del _replaced[depth:]
+        if any(_enabled_s3[depth:]):
+            storage.disable_s3()
+        del _replaced[depth:], _enabled_s3[depth:]
         _put(before)
 
 

@@ -12,16 +12,23 @@ A checkpoint on S3 is complete when its commit file is there, as Orbax does it o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
-from orbax_ext import compat
+import jax
+from absl import logging
+
+from orbax_ext import compat, meeting
+from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.storage import errors
 from orbax_ext.storage import settings as settings_lib
 from orbax_ext.storage.settings import Addressing, Settings
+from orbax_ext.storage.sharing import Snapshot
 from orbax_ext.storage.usage import Counter, Usage
 
 __all__ = ["disable_s3", "enable_s3", "s3_enabled", "s3_usage"]
@@ -36,6 +43,7 @@ _STALL_VARIABLES = {
 _lock = threading.RLock()
 _store: _Store | None = None
 _counter = Counter()
+_restore_began = Usage()
 
 
 def enable_s3(
@@ -47,6 +55,7 @@ def enable_s3(
     addressing: Addressing = "auto",
     retries: int = 8,
     stall_seconds: int = 60,
+    share_metadata: bool = True,
 ) -> None:
     """Makes Orbax take paths that begin with s3://. Calling it again changes the settings, or nothing.
 
@@ -63,8 +72,10 @@ def enable_s3(
         on AWS, path elsewhere, unless the profile's s3.addressing_style says so.
       retries: How often a request is repeated after 429, 5xx, a reset or a short answer, with growing pauses.
       stall_seconds: A connection on which nothing arrives for this long counts as broken, and is retried.
+      share_metadata: During a restore each directory is listed and each metadata file read by one process, which tells
+        the others over JAX's coordination service. All processes must say the same.
     """
-    wanted = Settings(endpoint, region, profile, anonymous, addressing, retries, stall_seconds)
+    wanted = Settings(endpoint, region, profile, anonymous, addressing, retries, stall_seconds, share_metadata)
     global _store
     with _lock:
         if _store is not None and _store.given == wanted:
@@ -93,24 +104,66 @@ def s3_usage() -> Usage:
     return _counter.usage()
 
 
+def restore_usage() -> Usage:
+    """What the restore that is under way has asked of S3 so far, in this process."""
+    return s3_usage() - _restore_began
+
+
+def _meet(root: str) -> meeting.Session | None:
+    if jax.process_count() == 1:
+        return None
+    session = meeting.open_session(f"s3/{zlib.crc32(root.encode()):08x}", meeting.Limits())
+    try:
+        session.arrive({})
+    except RestoreTimeoutError as error:
+        logging.warning("orbax_ext: each process reads the metadata of %s for itself: %s", root, error)
+        return None
+    return session
+
+
 class _Store:
     """S3 as long as it is enabled: the settings, the hooks in Orbax and etils, and how to take them out again."""
 
     def __init__(self, given: Settings) -> None:
         self.given = given
         self._environ: dict[str, str] = {}
-        self._undo = compat.add_object_store("s3", self._kvstore, lambda: self.files, explain)
+        self._files: Any = None
+        self._undo = compat.add_object_store("s3", self._kvstore, lambda: self.files, explain, self.restoring)
 
     @functools.cached_property
     def settings(self) -> Settings:
         """The settings in full, looked up when first needed."""
         return settings_lib.resolve(self.given)
 
-    @functools.cached_property
+    @property
     def files(self) -> Any:
-        from orbax_ext.storage.files import S3Files
+        with _lock:
+            if self._files is None:
+                from orbax_ext.storage.files import S3Files
 
-        return S3Files(self.settings, _counter)
+                self._files = S3Files(self.settings, _counter)
+            return self._files
+
+    @contextlib.contextmanager
+    def restoring(self, root: str, together: bool) -> Iterator[None]:
+        """While a checkpoint below `root` is restored; `together` if by all processes of the job."""
+        global _restore_began
+        if not root.startswith("s3://") or self.files.snapshot(root) is not None:
+            yield
+            return
+        _restore_began = s3_usage()
+        session = _meet(root) if together and self.settings.share_metadata else None
+        if not self.settings.share_metadata:
+            yield
+            return
+        snapshot = Snapshot(root, self.files, session.once if session else lambda name, work: work())
+        self.files.snapshots.append(snapshot)
+        try:
+            yield
+        finally:
+            self.files.snapshots.remove(snapshot)
+            if session:
+                session.close()
 
     def close(self) -> None:
         self._undo()
@@ -128,7 +181,8 @@ class _Store:
 def explain(error: Exception, where: str) -> Exception:
     """The same error in words that say what to do and hold no secret; the error itself if it is not about S3."""
     text = str(error)
-    if not where.startswith("s3://") or not errors.is_from_a_store(text):
+    about_s3 = where.startswith("s3://") or (not where and "s3" in text)
+    if not about_s3 or not errors.is_from_a_store(text):
         return error
-    kind: Callable[[str], Exception] = type(error) if type(error) in (ValueError, OSError, FileNotFoundError) else OSError
-    return kind(errors.explain(where, text))
+    kind = ValueError if isinstance(error, ValueError) else OSError  # what TensorStore raises is a ValueError
+    return kind(errors.explain(where or "s3", text))

@@ -6,7 +6,9 @@ import os
 import re
 
 # A store may repeat in its answer what it was sent: AWS puts an expired session token into its error document.
-_ANSWER_BODY = re.compile(r"\s*\[http_response_body='.*?'\](?=\s*\[|\s*$|\s*[.:;,)])", re.DOTALL)
+_DETAIL = r"\s*\[(?:http_response_body|tensorstore_spec)="
+_LONG_DETAIL = re.compile(_DETAIL + r"'(?:[^'\\]|\\.)*'\]", re.DOTALL)
+_UNCLEAR_DETAIL = re.compile(_DETAIL + r".*", re.DOTALL)  # not quoted as expected: what follows goes too
 _SECRET_ELEMENT = re.compile(
     r"<(Token-\d+|AWSAccessKeyId|StringToSign|StringToSignBytes|CanonicalRequest|CanonicalRequestBytes|SignatureProvided)>"
     r".*?</\1>",
@@ -36,7 +38,7 @@ _REMEDIES = {
 
 def cleaned(text: str) -> str:
     """The text without the store's answer in full, without credentials, and without anything secret of ours."""
-    text = _ANSWER_BODY.sub("", text)
+    text = _UNCLEAR_DETAIL.sub("", _LONG_DETAIL.sub("", text))
     text = _SECRET_ELEMENT.sub(lambda match: f"<{match[1]}>{_WITHHELD}</{match[1]}>", text)
     text = _SECRET_PARAMETER.sub(lambda match: match[1] + _WITHHELD, text)
     for name in _SECRET_VARIABLES:
@@ -57,3 +59,19 @@ def explain(what: str, text: str) -> str:
 def is_from_a_store(text: str) -> bool:
     """Whether TensorStore's words are about an answer over HTTP, and so may hold what the store repeated."""
     return "http_response_" in text or "CURL error" in text or "curl_code" in text
+
+
+class ExplainedError(Exception):
+    """What has been put into words already."""
+
+
+class StoreError(ExplainedError, OSError):
+    """The store could not do it, or could not be reached."""
+
+
+class DeniedError(ExplainedError, PermissionError):
+    """The store refused."""
+
+
+class MissingBucketError(ExplainedError, FileNotFoundError):
+    """There is no such bucket."""

@@ -6,6 +6,7 @@ first thing to go and the last thing to come: at no moment does a part of a chec
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fnmatch
@@ -18,7 +19,9 @@ from typing import IO, Any
 from etils.epath import backend, stat_utils
 
 from orbax_ext.storage import errors
+from orbax_ext.storage.errors import DeniedError, ExplainedError, MissingBucketError, StoreError
 from orbax_ext.storage.settings import Settings, filesystem_arguments
+from orbax_ext.storage.sharing import Listing, Snapshot
 from orbax_ext.storage.usage import Counter
 
 PREFIX = "s3://"
@@ -35,32 +38,40 @@ class S3Files(backend.Backend):
         self._counter = counter
         self._lock = threading.Lock()
         self._fs: Any = None
+        self.snapshots: list[Snapshot] = []  # of the restores that are under way
+
+    def snapshot(self, path: backend.PathLike) -> Snapshot | None:
+        """The snapshot that knows about this path, if it is being restored from."""
+        return next((snapshot for snapshot in self.snapshots if snapshot.covers(os.fspath(path))), None)
 
     def open(self, path: backend.PathLike, mode: str) -> IO[Any]:
         with _explained(path):
-            whole = self._read_whole(path) if mode in ("r", "rb") else None
-            if whole is None:
+            if mode not in ("r", "rb"):
                 return self.fs.open(os.fspath(path), mode)
-        raw = io.BytesIO(whole)
+            snapshot = self.snapshot(path)
+            whole = snapshot.content(os.fspath(path)) if snapshot else self.fetch(os.fspath(path))
+        raw: Any = io.BytesIO(whole) if whole is not None else io.BufferedReader(_LargeFile(self, path), _WHOLE)
         return raw if mode == "rb" else io.TextIOWrapper(raw, encoding="utf-8")
 
     def exists(self, path: backend.PathLike) -> bool:
         with _explained(path):
+            if snapshot := self.snapshot(path):
+                return snapshot.file(os.fspath(path)) is not None or snapshot.is_directory(os.fspath(path))
             return self._head(path) is not None or self._has_children(path)
 
     def isdir(self, path: backend.PathLike) -> bool:
         with _explained(path):
+            if snapshot := self.snapshot(path):
+                return snapshot.is_directory(os.fspath(path))
             bucket, key = split(path)
             return self._has_children(path) if key else self._head_bucket(bucket)
 
     def listdir(self, path: backend.PathLike) -> list[str]:
         with _explained(path):
-            prefix = _as_directory(split(path)[1])
-            files, directories = self._list(path, "/")
-            if not files and not directories and not self.isdir(path):
+            listing = self._listing(path)
+            if not listing.exists:
                 raise FileNotFoundError(f"{path} does not exist.")
-            names = [key.removeprefix(prefix) for key in files] + [key.removeprefix(prefix) for key in directories]
-            return sorted(name.rstrip("/") for name in names if name)
+            return sorted({*listing.files, *listing.directories})
 
     def glob(self, path: backend.PathLike) -> list[str]:
         fixed, *parts = _split_at_wildcard(os.fspath(path))
@@ -85,16 +96,15 @@ class S3Files(backend.Backend):
         top_down: bool = True,
         on_error: Callable[[OSError], object] | None = None,
     ) -> Iterator[tuple[Any, list[str], list[str]]]:
-        prefix = _as_directory(split(top)[1])
         try:
             with _explained(top):
-                files, directories = self._list(top, "/")
+                listing = self._listing(top)
         except OSError as error:
             if on_error is not None:
                 on_error(error)
             return
-        inner = [key.removeprefix(prefix).rstrip("/") for key in directories]
-        here = (os.fspath(top), inner, [name for key in files if (name := key.removeprefix(prefix))])
+        inner = list(listing.directories)
+        here = (os.fspath(top), inner, list(listing.files))
         if top_down:
             yield here
         for name in inner:
@@ -147,7 +157,10 @@ class S3Files(backend.Backend):
             for batch in reversed(deletion_order(keys)):
                 for key in batch:
                     moved = target[1] + key.removeprefix(source[1])
-                    self.fs.cp_file(f"{source[0]}/{key}", f"{target[0]}/{moved}")
+                    if key.endswith("/"):
+                        self._call("put_object", dst, Key=moved, Body=b"")
+                    else:
+                        self.fs.cp_file(f"{source[0]}/{key}", f"{target[0]}/{moved}")
             for batch in deletion_order(keys):
                 self._delete(path, batch)
 
@@ -160,13 +173,17 @@ class S3Files(backend.Backend):
 
     def stat(self, path: backend.PathLike) -> stat_utils.StatResult:
         with _explained(path):
-            head = self._head(path)
-            if head is None and not self._has_children(path):
+            if snapshot := self.snapshot(path):
+                found = snapshot.file(os.fspath(path))
+            else:
+                head = self._head(path)
+                found = (head["ContentLength"], int(head["LastModified"].timestamp())) if head else None
+            if found is None and not self.isdir(path):
                 raise FileNotFoundError(f"{path} does not exist.")
         return stat_utils.StatResult(
-            is_directory=head is None,
-            length=head["ContentLength"] if head else 0,
-            mtime=int(head["LastModified"].timestamp()) if head else 0,
+            is_directory=found is None,
+            length=found[0] if found else 0,
+            mtime=found[1] if found else 0,
             owner=None,
             group=None,
             mode=None,
@@ -177,22 +194,40 @@ class S3Files(backend.Backend):
         """The s3fs file system, made when it is first needed."""
         with self._lock:
             if self._fs is None:
-                self._fs = _counting_filesystem(self._counter)(**filesystem_arguments(self._settings))
+                kind = _filesystem_class(self._counter, self._settings.retries + 1)
+                self._fs = kind(**filesystem_arguments(self._settings))
             return self._fs
 
-    def _read_whole(self, path: backend.PathLike) -> bytes | None:
+    def fetch(self, path: str) -> bytes | None:
         """The content of a file of ordinary size; None if it is better read bit by bit."""
-        try:
-            content: bytes = self.fs.cat_file("/".join(split(path)), start=0, end=_WHOLE)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} does not exist.") from None
-        except OSError as error:
-            # An empty file has no first byte, and the store says so.
-            if error.errno == errno.EINVAL and (self._head(path) or {}).get("ContentLength") == 0:
-                return b""
-            raise
-        self._counter.add_bytes(len(content))
+        content = self.read_range(path, 0, _WHOLE)
         return content if len(content) < _WHOLE else None
+
+    def read_range(self, path: backend.PathLike, start: int, end: int) -> bytes:
+        """Some of a file's bytes, fewer than asked for at its end."""
+        with _explained(path):
+            content: bytes = self.fs.read_range(*split(path), start, end)
+            self._counter.add_bytes(len(content))
+            return content
+
+    def list_directory(self, path: str) -> Listing:
+        """What is in a directory, as the store says now."""
+        with _explained(path):
+            prefix = _as_directory(split(path)[1])
+            files, directories = self._list(path, "/")
+            return Listing(
+                {
+                    name: (entry["Size"], int(entry["LastModified"].timestamp()))
+                    for entry in files
+                    if (name := entry["Key"].removeprefix(prefix))
+                },
+                tuple(key.removeprefix(prefix).rstrip("/") for key in directories),
+                exists=bool(files or directories or not prefix),
+            )
+
+    def _listing(self, path: backend.PathLike) -> Listing:
+        snapshot = self.snapshot(path)
+        return snapshot.listing(os.fspath(path)) if snapshot else self.list_directory(os.fspath(path))
 
     def _head(self, path: backend.PathLike) -> Any:
         """What is known of the object, or None if there is no such object."""
@@ -216,16 +251,16 @@ class S3Files(backend.Backend):
         return bool(self._call("list_objects_v2", path, Prefix=prefix, MaxKeys=1).get("Contents"))
 
     def _tree(self, path: backend.PathLike) -> list[str]:
-        return self._list(path, "")[0]
+        return [entry["Key"] for entry in self._list(path, "")[0]]
 
-    def _list(self, path: backend.PathLike, delimiter: str) -> tuple[list[str], list[str]]:
-        """The keys below a directory and, with a delimiter, the directories in it."""
+    def _list(self, path: backend.PathLike, delimiter: str) -> tuple[list[Any], list[str]]:
+        """The objects below a directory and, with a delimiter, the directories in it."""
         more: dict[str, Any] = {"Delimiter": delimiter} if delimiter else {}
-        files: list[str] = []
+        files: list[Any] = []
         directories: list[str] = []
         while True:
             page = self._call("list_objects_v2", path, Prefix=_as_directory(split(path)[1]), **more)
-            files += [entry["Key"] for entry in page.get("Contents", ())]
+            files += page.get("Contents", ())
             directories += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated"):
                 return files, directories
@@ -262,7 +297,7 @@ def deletion_order(keys: list[str]) -> list[list[str]]:
     return batches
 
 
-def _counting_filesystem(counter: Counter) -> Any:
+def _filesystem_class(counter: Counter, attempts: int) -> Any:
     try:
         import s3fs
         from fsspec import asyn
@@ -272,13 +307,65 @@ def _counting_filesystem(counter: Counter) -> Any:
         ) from None
 
     class CountingFileSystem(s3fs.S3FileSystem):
+        retries = 1  # botocore repeats requests, `_read_range` answers that broke off; not one inside the other
+
         async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
             counter.add_request(method)
             return await super()._call_s3(method, *args, **kwargs)
 
+        async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:
+            for attempt in range(attempts):
+                try:
+                    return await self._read_range_once(bucket, key, start, end)
+                except s3fs.core.S3_RETRYABLE_ERRORS:
+                    if attempt + 1 == attempts:
+                        raise
+                await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+            raise AssertionError("not reached")
+
+        async def _read_range_once(self, bucket: str, key: str, start: int, end: int) -> bytes:
+            try:
+                answer = await self._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # the file has no byte at `start`: it is empty, or this is its end
+                    return b""
+                raise
+            async with answer["Body"] as body:
+                content: bytes = await body.read()
+            if len(content) != answer["ContentLength"]:
+                raise s3fs.core.IncompleteRead(content, answer["ContentLength"] - len(content))
+            return content
+
         call_s3 = asyn.sync_wrapper(_call_s3)
+        read_range = asyn.sync_wrapper(_read_range)
 
     return CountingFileSystem
+
+
+class _LargeFile(io.RawIOBase):
+    """A file that is read as it is asked for."""
+
+    def __init__(self, files: S3Files, path: backend.PathLike) -> None:
+        self._files, self._path = files, path
+        self._length = files.stat(path).length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._length)
+        content = self._files.read_range(self._path, self._at, end) if end > self._at else b""
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
 
 @contextlib.contextmanager
@@ -286,32 +373,22 @@ def _explained(path: backend.PathLike) -> Iterator[None]:
     """Errors name bucket and key and what to do, and never a secret; missing files are left as they are."""
     try:
         yield
-    except (FileExistsError, ImportError, _Explained):
+    except (FileExistsError, ImportError, ExplainedError):
         raise
     except FileNotFoundError as error:
         if "NoSuchBucket" in str(error) or "bucket does not exist" in str(error):
             raise MissingBucketError(errors.explain(os.fspath(path), f"NoSuchBucket: {error}")) from None
-        raise
+        raise FileNotFoundError(f"{os.fspath(path)} does not exist.") from None
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{_code(error)}: {error}"
         kind = DeniedError if isinstance(error, PermissionError) else StoreError
         raise kind(errors.explain(os.fspath(path), text)) from None
 
 
-class _Explained(Exception):
-    """What has been put into words already."""
-
-
-class StoreError(_Explained, OSError):
-    """The store could not do it, or could not be reached."""
-
-
-class DeniedError(_Explained, PermissionError):
-    """The store refused."""
-
-
-class MissingBucketError(_Explained, FileNotFoundError):
-    """There is no such bucket."""
+def _code(error: Exception) -> str:
+    """The store's own word for what went wrong; s3fs keeps it in the cause."""
+    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
+    return str(answer.get("Error", {}).get("Code") or type(error).__name__)
 
 
 def _both_on_s3(path: backend.PathLike, dst: backend.PathLike) -> None:

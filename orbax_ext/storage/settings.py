@@ -25,6 +25,7 @@ class Settings:
     addressing: Addressing = "auto"
     retries: int = 8
     stall_seconds: int = 60
+    share_metadata: bool = True
 
     def __post_init__(self) -> None:
         if self.addressing not in get_args(Addressing):
