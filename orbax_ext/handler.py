@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import budget as budget_lib
-from orbax_ext import compat, meeting, report, version, wishes
+from orbax_ext import compat, meeting, report, storage, version, wishes
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
 from orbax_ext.options import Options
@@ -106,6 +107,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         finally:
             session.close()
         # 8. Hand over.
+        account.s3 = dataclasses.asdict(storage.restore_usage())
         report.publish(account)
         logging.info("orbax_ext: restored: %s", account)
         return arrays
