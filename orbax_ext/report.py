@@ -50,7 +50,7 @@ def last_report() -> RestoreReport | None:
     return _last
 
 
-def publish(report: RestoreReport) -> None:
+def publish(report: RestoreReport | None) -> None:
     global _last
     _last = report
 
