@@ -89,7 +89,7 @@ def add_object_store(
         take part.
     """
     prefix = f"{scheme}://"
-    changes = [
+    changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (tensorstore_utils, "build_kvstore_tspec", lambda found: _building_specs(found, prefix, kvstore)),
         (atomicity_defaults, "get_default_temporary_path_class", lambda found: _committing_by_file(found, prefix)),
         (atomicity_defaults, "get_item_default_temporary_path_class", lambda found: _committing_by_file(found, prefix)),
@@ -245,3 +245,27 @@ def _url(kvstore: Any) -> str:
     if not isinstance(base, dict) or "driver" not in base:
         return ""
     return f"{base['driver']}://{base.get('bucket') or base.get('endpoint', '')}/{base.get('path', '')}"
+
+
+class LonelyClient:
+    """Stands in for the coordination service's client in a job of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._values[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self._values:
+            raise KeyError(f"NOT_FOUND: {key}")
+        return self._values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self._values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        return self._values[key]

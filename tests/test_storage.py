@@ -15,6 +15,8 @@ import pytest
 from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
+from orbax.checkpoint._src.path import atomicity_defaults
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import orbax_ext
 from orbax_ext import compat, storage
@@ -114,9 +116,9 @@ def hooked() -> list[object]:
     from etils.epath import gpath
 
     places = [
-        (compat.tensorstore_utils, "build_kvstore_tspec"),
-        (compat.atomicity_defaults, "get_default_temporary_path_class"),
-        (compat.atomicity_defaults, "get_item_default_temporary_path_class"),
+        (tensorstore_utils, "build_kvstore_tspec"),
+        (atomicity_defaults, "get_default_temporary_path_class"),
+        (atomicity_defaults, "get_item_default_temporary_path_class"),
         (gpath._GPath, "_backend"),
         *compat._array_operations(),
         *((owner, name) for owner, name, _ in compat._restores()),
@@ -165,9 +167,9 @@ def test_gs_and_local_paths_are_treated_as_before(arguments: dict[str, Any]) -> 
     def seen() -> list[Any]:
         path = epath.Path(arguments["directory"])
         return [
-            compat.tensorstore_utils.build_kvstore_tspec(**arguments),
-            compat.atomicity_defaults.get_default_temporary_path_class(path),
-            compat.atomicity_defaults.get_item_default_temporary_path_class(path),
+            tensorstore_utils.build_kvstore_tspec(**arguments),
+            atomicity_defaults.get_default_temporary_path_class(path),
+            atomicity_defaults.get_item_default_temporary_path_class(path),
             type(path._backend),
         ]
 
@@ -183,7 +185,7 @@ def test_gs_and_local_paths_are_treated_as_before(arguments: dict[str, Any]) -> 
 def test_an_s3_spec_is_what_orbax_builds_for_gs_with_the_store_changed() -> None:
     storage.enable_s3("http://127.0.0.1:1", "r")
     try:
-        build = compat.tensorstore_utils.build_kvstore_tspec
+        build = tensorstore_utils.build_kvstore_tspec
         theirs, ours = build("gs://bkt/run/0", use_ocdbt=True), build("s3://bkt/run/0", use_ocdbt=True)
     finally:
         storage.disable_s3()
@@ -408,7 +410,7 @@ def test_atomic_rename_is_refused_because_s3_has_none(s3: str) -> None:
         pytest.skip("this Orbax has no AtomicityOptions")
     options = AtomicityOptions(mode=AtomicityMode.ATOMIC_RENAME)
     with pytest.raises(ValueError, match="no atomic rename"):
-        compat.atomicity_defaults.get_default_temporary_path_class(epath.Path(s3), atomicity_options=options)
+        atomicity_defaults.get_default_temporary_path_class(epath.Path(s3), atomicity_options=options)
 
 
 # A store that fails

@@ -17,7 +17,7 @@ import functools
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from orbax_ext import compat, meeting
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.storage import errors
 from orbax_ext.storage import settings as settings_lib
+from orbax_ext.storage.once import Board
 from orbax_ext.storage.settings import Addressing, Settings
 from orbax_ext.storage.sharing import Snapshot
 from orbax_ext.storage.usage import Counter, Usage
@@ -34,16 +35,18 @@ from orbax_ext.storage.usage import Counter, Usage
 __all__ = ["disable_s3", "enable_s3", "s3_enabled", "s3_usage"]
 
 # TensorStore waits for ever for a silent server unless told otherwise, for all of the process at once.
-_STALL_VARIABLES = {
+_STALL_VARIABLES: dict[str, Callable[[Settings], str]] = {
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": lambda settings: str(settings.stall_seconds),
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": lambda settings: "1",
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": lambda settings: str(min(settings.stall_seconds, 30)),
 }
 
+_SHARE_LIMIT = 300.0  # seconds to wait for what another process reads for all
+
 _lock = threading.RLock()
 _store: _Store | None = None
 _counter = Counter()
-_restore_began = Usage()
+_restore_began: Usage | None = None  # what had been used when the restore that is under way began
 
 
 def enable_s3(
@@ -105,20 +108,23 @@ def s3_usage() -> Usage:
 
 
 def restore_usage() -> Usage:
-    """What the restore that is under way has asked of S3 so far, in this process."""
-    return s3_usage() - _restore_began
+    """What the restore that is under way has asked of S3 so far, in this process; nothing if it is not from S3."""
+    return Usage() if _restore_began is None else s3_usage() - _restore_began
 
 
-def _meet(root: str) -> meeting.Session | None:
-    if jax.process_count() == 1:
-        return None
+@contextlib.contextmanager
+def _shared_board(root: str) -> Iterator[Board | None]:
+    """A board for all processes that restore from `root`; None if they do not all come."""
     session = meeting.open_session(f"s3/{zlib.crc32(root.encode()):08x}", meeting.Limits())
-    try:
-        session.arrive({})
-    except RestoreTimeoutError as error:
-        logging.warning("orbax_ext: each process reads the metadata of %s for itself: %s", root, error)
-        return None
-    return session
+    with session:
+        try:
+            session.arrive({})
+        except RestoreTimeoutError as error:
+            logging.warning("orbax_ext: each process reads the metadata of %s for itself: %s", root, error)
+            yield None
+            return
+        home = f"orbax_ext/session/{session.id}/once"  # removed with the session
+        yield Board(compat.coordination_client(), home, jax.process_index(), _SHARE_LIMIT)
 
 
 class _Store:
@@ -148,22 +154,25 @@ class _Store:
     def restoring(self, root: str, together: bool) -> Iterator[None]:
         """While a checkpoint below `root` is restored; `together` if by all processes of the job."""
         global _restore_began
-        if not root.startswith("s3://") or self.files.snapshot(root) is not None:
+        if not root.startswith("s3://") or _restore_began is not None:
             yield
             return
         _restore_began = s3_usage()
-        session = _meet(root) if together and self.settings.share_metadata else None
-        if not self.settings.share_metadata:
-            yield
-            return
-        snapshot = Snapshot(root, self.files, session.once if session else lambda name, work: work())
-        self.files.snapshots.append(snapshot)
         try:
-            yield
+            with self._snapshot(root, together) if self.settings.share_metadata else contextlib.nullcontext():
+                yield
         finally:
-            self.files.snapshots.remove(snapshot)
-            if session:
-                session.close()
+            _restore_began = None
+
+    @contextlib.contextmanager
+    def _snapshot(self, root: str, together: bool) -> Iterator[None]:
+        with _shared_board(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as board:
+            snapshot = Snapshot(root, self.files, board.once if board else lambda name, work: work())
+            self.files.snapshots.append(snapshot)
+            try:
+                yield
+            finally:
+                self.files.snapshots.remove(snapshot)
 
     def close(self) -> None:
         self._undo()

@@ -134,6 +134,10 @@ def test_work_that_the_first_process_fails_to_do_for_all_is_done_by_the_others(j
     assert sorted(job.run(share_what_fails_first)) == ["done by itself"] * 3 + ["failed"]
 
 
+def test_a_long_result_is_shared_in_full(job: lab.Cluster) -> None:
+    assert job.run(share_a_long_result) == [1] * 4
+
+
 # Run on the processes.
 
 _manager: Any = None
@@ -189,20 +193,37 @@ def latest_step(path: str) -> int | None:
 
 
 def share_what_fails_first() -> str:
-    from orbax_ext import meeting
+    import jax
 
-    session = meeting.open_session("test", meeting.Limits(stall=60))
-    session.arrive({})
+    from orbax_ext import compat
+    from orbax_ext.storage import once
+
+    client = compat.coordination_client()
 
     def work() -> str:
-        first = session._client.key_value_increment("test of once", 1) == 1
-        if first:
+        if client.key_value_increment("tries", 1) == 1:
             raise OSError("no")
         return "done by itself"
 
     try:
-        return session.once("some work", work)
+        return once.Board(client, "test of once", jax.process_index(), 60.0).once("some work", work)
     except OSError:
         return "failed"
-    finally:
-        session.close()
+
+
+def share_a_long_result() -> int:
+    import jax
+
+    from orbax_ext import compat
+    from orbax_ext.storage import once
+
+    client = compat.coordination_client()
+
+    def work() -> str:
+        client.key_value_increment("long tries", 1)
+        return "long" * once._MAX_PART
+
+    result = once.Board(client, "test of once", jax.process_index(), 60.0).once("long work", work)
+    assert result == "long" * once._MAX_PART
+    tries: int = client.key_value_increment("long tries", 0)
+    return tries

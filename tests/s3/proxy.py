@@ -33,7 +33,7 @@ _ANSWERS = {
 class Fault:
     """What to do to requests that match, such as `Fault("503", "GET .*manifest", times=2)`."""
 
-    kind: str  # "500", "503", "expired", "denied", "reset", "short", "slow", "stall"
+    kind: str  # "500", "503", "expired", "denied", "reset", "short", "slow", "stall", "hold" (never reaches the store)
     match: str = ""  # a regular expression, searched in "METHOD /bucket/key?query"
     times: int = 1 << 30
     skip: int = 0  # matching requests to let pass first
@@ -120,6 +120,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             status, text = _ANSWERS[fault.kind]
             self._send(line, status, [("Content-Type", "application/xml")], text.encode())
             return
+        if fault is not None and fault.kind == "hold":
+            time.sleep(20)
+            self.close_connection = True
+            return
         status, headers, content = self.owner.forward(self.command, path, self.headers, body)
         self._send(line, status, headers, content, fault.kind if fault else "")
 
@@ -129,7 +133,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """/bucket/key, also for a request in virtual-host style or for one that a client sends to its proxy."""
         parsed = urllib.parse.urlsplit(self.path)
         path = urllib.parse.urlunsplit(("", "", parsed.path or "/", parsed.query, ""))
-        host = (parsed.hostname or self.headers.get("Host", "")).partition(":")[0]
+        host = (parsed.hostname or str(self.headers.get("Host", ""))).partition(":")[0]
         if host.endswith(".store.test"):
             path = f"/{host.removesuffix('.store.test')}{path}"
         return path
