@@ -39,6 +39,11 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def sharding_from_text(text: str | None) -> Any:
+    """The other end of `ShardingMetadata.to_serialized_string`; None for None."""
+    return None if text is None else sharding_metadata.from_serialized_string(text)
+
+
 def array_handler_parameters() -> tuple[str, ...]:
     """The names of ArrayHandler's keyword arguments in this release."""
     return tuple(inspect.signature(type_handlers.ArrayHandler).parameters)

@@ -112,6 +112,14 @@ def restore_usage() -> Usage:
     return Usage() if _restore_began is None else s3_usage() - _restore_began
 
 
+def snapshot_of(path: os.PathLike[str]) -> Snapshot | None:
+    """What the restore that is under way from this path shares among processes; None if it shares nothing."""
+    if _store is None or not os.fspath(path).startswith("s3://"):
+        return None
+    found: Snapshot | None = _store.files.snapshot(path)
+    return found
+
+
 @contextlib.contextmanager
 def _shared_board(root: str) -> Iterator[Board | None]:
     """A board for all processes that restore from `root`; None if they do not all come."""

@@ -54,7 +54,7 @@ class Snapshot:
         return f"{path.rstrip('/')}/".startswith(f"{self.root}/")
 
     def listing(self, path: str) -> Listing:
-        found = self._ask("list", path, lambda: dataclasses.asdict(self._store.list_directory(path)))
+        found = self.ask("list", path, lambda: dataclasses.asdict(self._store.list_directory(path)))
         files = {name: (size, changed) for name, (size, changed) in found["files"].items()}
         return Listing(files, tuple(found["directories"]), found["exists"])
 
@@ -75,11 +75,11 @@ class Snapshot:
         """The content of a file, or None if it is too large to be shared."""
         if self.file(path) is None:
             raise FileNotFoundError(f"{path} does not exist.")
-        packed = self._ask("read", path, lambda: _packed(self._store.fetch(path)))
+        packed = self.ask("read", path, lambda: _packed(self._store.fetch(path)))
         return None if packed is None else zlib.decompress(base64.b64decode(packed))
 
-    def _ask(self, what: str, path: str, question: Callable[[], Any]) -> Any:
-        """The answer from memory, from another process, or from the store."""
+    def ask(self, what: str, path: str, question: Callable[[], Any]) -> Any:
+        """The answer, which must survive JSON: from memory, from another process, or by asking the question."""
         with self._lock:
             mine = (what, path) not in self._answers
             answer = self._answers.setdefault((what, path), concurrent.futures.Future())
