@@ -79,24 +79,25 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--verbose", action="store_true", help="print every request")
     arguments = parser.parse_args()
-    print("| processes | way | requests | LIST | HEAD | GET | bytes | requests per process |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| processes | way | metadata requests | of them LIST | array requests | bytes | all requests per process |")
+    print("|---|---|---|---|---|---|---|")
     with s3_server.running() as port, FaultProxy(port) as proxy:
         s3_server.make_bucket(port, "table")
         for processes in arguments.processes:
             for way, requests in count(processes, proxy, arguments.verbose).items():
-                kinds = collections.Counter(_kind(request.line) for request in requests)
-                sent = sum(request.sent for request in requests)
-                each = len(requests) / processes
+                metadata = [request for request in requests if not _is_array_data(request.line)]
+                listings = sum("list-type" in request.line for request in metadata)
+                arrays, sent = len(requests) - len(metadata), sum(request.sent for request in requests)
                 print(
-                    f"| {processes} | {way} | {len(requests)} | {kinds['LIST']} | {kinds['HEAD']} | {kinds['GET']} | "
-                    f"{sent} | {each:.1f} |",
+                    f"| {processes} | {way} | {len(metadata)} | {listings} | {arrays} | {sent} | "
+                    f"{len(requests) / processes:.1f} |",
                     flush=True,
                 )
 
 
-def _kind(line: str) -> str:
-    return "LIST" if "list-type" in line else line.split()[0]
+def _is_array_data(line: str) -> bool:
+    """Whether TensorStore asks, for a value, an index node or a manifest of its database."""
+    return line.startswith("GET") and ("/d/" in line or line.endswith(".ocdbt"))
 
 
 if __name__ == "__main__":
