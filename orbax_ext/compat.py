@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+from etils import epath
 from etils.epath import gpath
 from jax._src import distributed
 from orbax.checkpoint import type_handlers
@@ -96,8 +97,7 @@ def add_object_store(
       kvstore: Given bucket and path, TensorStore's spec for it.
       files: The etils backend for the scheme.
       explain: Given an error of TensorStore and a path, the error to raise instead.
-      restoring: Entered around each restore, with the directory that holds the checkpoint and whether all processes
-        take part.
+      restoring: Entered around each restore, with the checkpoint's directory and whether all processes take part.
     """
     prefix = f"{scheme}://"
     changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -192,16 +192,19 @@ def _restores() -> list[tuple[Any, str, Callable[..., tuple[str, bool]]]]:
     """Where every restore passes, and how to tell from the arguments where the checkpoint is and who takes part."""
     from orbax.checkpoint.experimental.v1._src.loading import loading
 
-    def of_manager(manager: Any, *args: Any, directory: Any = None, **kwargs: Any) -> tuple[str, bool]:
-        directory = directory or (args[3] if len(args) > 3 else None) or manager.directory
-        return os.fspath(directory), manager._multiprocessing_options.active_processes is None
+    def of_manager(manager: Any, step: Any, *args: Any, directory: Any = None, **kwargs: Any) -> tuple[str, bool]:
+        if step is None or manager._options.step_name_format is not None:
+            return "", False  # the path is not known without asking the store; the checkpointer will know it
+        directory = directory or (args[2] if len(args) > 2 else None) or manager.directory
+        path = manager._get_save_directory(step, epath.Path(directory))
+        return os.fspath(path), manager._multiprocessing_options.active_processes is None
 
     def of_checkpointer(checkpointer: Any, directory: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
-        return os.path.dirname(os.fspath(directory).rstrip("/")), checkpointer._active_processes is None
+        return os.fspath(directory), checkpointer._active_processes is None
 
     def of_v1(path: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
         options = loading.context_lib.get_context().multiprocessing_options
-        return os.path.dirname(os.fspath(path).rstrip("/")), options.active_processes is None
+        return os.fspath(path), options.active_processes is None
 
     return [
         (ocp.CheckpointManager, "restore", of_manager),

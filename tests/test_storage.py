@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import subprocess
 import sys
@@ -266,6 +267,24 @@ def test_a_file_too_large_for_one_request_is_read_all_the_same(s3: str, monkeypa
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("mode", ["w", "wb", "a"])
+def test_a_file_is_written_as_a_whole_or_not_at_all(s3: str, proxy: FaultProxy, mode: str) -> None:
+    path = epath.Path(s3) / "file"
+    with contextlib.suppress(ZeroDivisionError), path.open(mode) as file:
+        file.write("half" if mode != "wb" else b"half")
+        raise ZeroDivisionError
+    assert not path.exists()
+    proxy.faults.append(Fault("denied", "PUT "))
+    with pytest.raises(PermissionError, match=f"{path}: AccessDenied"):
+        path.write_text("x")
+    assert not path.exists()
+    proxy.calm()
+    path.write_text("one")
+    with path.open("a") as file:
+        file.write(", two")
+    assert path.read_text() == "one, two"
+
+
 keys = st.lists(
     st.lists(st.sampled_from(["0", "default", "d", "commit_success.txt", "x"]), min_size=1, max_size=4).map("/".join),
     unique=True,
@@ -355,6 +374,18 @@ def test_the_handler_restores_sharded_arrays_and_counts_requests(s3: str) -> Non
         with orbax_ext.registered(replica_axis="dp"):
             restored = manager.restore(0, args=ocp.args.StandardRestore(abstract))
     assert np.asarray(restored["weights"]).tobytes() == np.arange(4096.0, dtype=np.float32).tobytes()
+
+
+def test_a_restore_does_not_hide_what_happens_beside_it(s3: str) -> None:
+    """A save in the background goes on while another step is restored, and must see its own files."""
+    save(s3, 0)
+    beside = epath.Path(s3) / "1"
+    with storage._store.restoring(f"{s3}/0", together=False):  # type: ignore[union-attr]
+        assert (epath.Path(s3) / "0" / "default").exists()
+        assert not beside.exists()
+        beside.mkdir()
+        assert beside.exists()
+        assert sorted(path.name for path in epath.Path(s3).iterdir()) == ["0", "1"]
 
 
 def test_virtual_host_style(proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ class _Store:
 
     @contextlib.contextmanager
     def restoring(self, root: str, together: bool) -> Iterator[None]:
-        """While a checkpoint below `root` is restored; `together` if by all processes of the job."""
+        """While the checkpoint in `root` is restored; `together` if by all processes of the job."""
         global _restore_began
         if not root.startswith("s3://") or _restore_began is not None:
             yield

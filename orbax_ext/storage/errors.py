@@ -28,6 +28,7 @@ _REMEDIES = {
     "InvalidToken": "the session token is not valid: renew the credentials and restart",
     "InvalidAccessKeyId": "the endpoint does not know this access key: check endpoint and credentials",
     "SignatureDoesNotMatch": "the secret key or the region is wrong, or a proxy changes requests",
+    "Bad Request": "the store gave no reason; expired credentials are the usual one",
     "SlowDown": "the store throttles: try again later, with fewer hosts at once",
     "ServiceUnavailable": "the store did not answer in time: try again later",
     "InternalError": "the store failed inside: try again later",

@@ -6,10 +6,9 @@ first thing to go and the last thing to come: at no moment does a part of a chec
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import fnmatch
+import functools
 import io
 import os
 import threading
@@ -18,9 +17,9 @@ from typing import IO, Any
 
 from etils.epath import backend, stat_utils
 
-from orbax_ext.storage import errors
+from orbax_ext.storage import client, errors, streams
 from orbax_ext.storage.errors import DeniedError, ExplainedError, MissingBucketError, StoreError
-from orbax_ext.storage.settings import Settings, filesystem_arguments
+from orbax_ext.storage.settings import Settings
 from orbax_ext.storage.sharing import Listing, Snapshot
 from orbax_ext.storage.usage import Counter
 
@@ -45,13 +44,28 @@ class S3Files(backend.Backend):
         return next((snapshot for snapshot in self.snapshots if snapshot.covers(os.fspath(path))), None)
 
     def open(self, path: backend.PathLike, mode: str) -> IO[Any]:
+        raw: Any = self._open_to_read(path) if "r" in mode else self._open_to_write(path, append="a" in mode)
+        return raw if "b" in mode else streams.Text(raw, encoding="utf-8")
+
+    def _open_to_read(self, path: backend.PathLike) -> IO[Any]:
         with _explained(path):
-            if mode not in ("r", "rb"):
-                return self.fs.open(os.fspath(path), mode)
             snapshot = self.snapshot(path)
             whole = snapshot.content(os.fspath(path)) if snapshot else self.fetch(os.fspath(path))
-        raw: Any = io.BytesIO(whole) if whole is not None else io.BufferedReader(_LargeFile(self, path), _WHOLE)
-        return raw if mode == "rb" else io.TextIOWrapper(raw, encoding="utf-8")
+            if whole is not None:
+                return io.BytesIO(whole)
+            large = streams.LargeFile(functools.partial(self.read_range, path), self.stat(path).length)
+            return io.BufferedReader(large, _WHOLE)
+
+    def _open_to_write(self, path: backend.PathLike, append: bool) -> IO[Any]:
+        def store(content: bytes) -> None:
+            with _explained(path):
+                self.fs.pipe_file("/".join(split(path)), content)
+
+        before = b""
+        if append and self.exists(path):
+            with self._open_to_read(path) as old:
+                before = old.read()
+        return streams.Upload(store, before)
 
     def exists(self, path: backend.PathLike) -> bool:
         with _explained(path):
@@ -194,8 +208,7 @@ class S3Files(backend.Backend):
         """The s3fs file system, made when it is first needed."""
         with self._lock:
             if self._fs is None:
-                kind = _filesystem_class(self._counter, self._settings.retries + 1)
-                self._fs = kind(**filesystem_arguments(self._settings))
+                self._fs = client.make(self._settings, self._counter)
             return self._fs
 
     def fetch(self, path: str) -> bytes | None:
@@ -295,77 +308,6 @@ def deletion_order(keys: list[str]) -> list[list[str]]:
     for group in (commits[1:], others):
         batches += [group[start : start + _PAGE] for start in range(0, len(group), _PAGE)]
     return batches
-
-
-def _filesystem_class(counter: Counter, attempts: int) -> Any:
-    try:
-        import s3fs
-        from fsspec import asyn
-    except ImportError as error:
-        raise ImportError(
-            f"s3:// paths need the package s3fs, and it can't be imported ({error}): pip install 'orbax-ext[s3]'."
-        ) from None
-
-    class CountingFileSystem(s3fs.S3FileSystem):
-        retries = 1  # botocore repeats requests, `_read_range` answers that broke off; not one inside the other
-
-        async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            counter.add_request(method)
-            return await super()._call_s3(method, *args, **kwargs)
-
-        async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-            for attempt in range(attempts):
-                try:
-                    return await self._read_range_once(bucket, key, start, end)
-                except s3fs.core.S3_RETRYABLE_ERRORS:
-                    if attempt + 1 == attempts:
-                        raise
-                await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-            raise AssertionError("not reached")
-
-        async def _read_range_once(self, bucket: str, key: str, start: int, end: int) -> bytes:
-            try:
-                answer = await self._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
-            except OSError as error:
-                if error.errno == errno.EINVAL:  # the file has no byte at `start`: it is empty, or this is its end
-                    return b""
-                raise
-            async with answer["Body"] as body:
-                content: bytes = await body.read()
-            if len(content) != answer["ContentLength"]:
-                raise s3fs.core.IncompleteRead(content, answer["ContentLength"] - len(content))
-            return content
-
-        call_s3 = asyn.sync_wrapper(_call_s3)
-        read_range = asyn.sync_wrapper(_read_range)
-
-    return CountingFileSystem
-
-
-class _LargeFile(io.RawIOBase):
-    """A file that is read as it is asked for."""
-
-    def __init__(self, files: S3Files, path: backend.PathLike) -> None:
-        self._files, self._path = files, path
-        self._length = files.stat(path).length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._length)
-        content = self._files.read_range(self._path, self._at, end) if end > self._at else b""
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 @contextlib.contextmanager

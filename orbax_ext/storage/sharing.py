@@ -1,8 +1,8 @@
 """What a restore needs to know about the files of a checkpoint, asked of the store once and not by every process.
 
-A checkpoint does not change while it is restored. So a directory is listed once and a small file is fetched once, by
-whichever process needs it first; the others get the answer over JAX's coordination service. Every question about what
-exists is answered from the listing of its parent directory.
+A complete checkpoint does not change, and only such a one is restored. So a directory is listed once and a small file
+is fetched once, by whichever process needs it first; the others get the answer over JAX's coordination service. Every
+question about what exists is answered from the listing of its parent directory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ Once = Callable[[str, Callable[[], str]], str]  # does a named piece of work on 
 
 
 class Snapshot:
-    """The files below `root` as they are during one restore."""
+    """The files below `root`, a checkpoint's directory, as they are during one restore.
+
+    Not those beside it: another step may be on its way there from a save in the background.
+    """
 
     def __init__(self, root: str, store: Store, once: Once) -> None:
         self.root = root.rstrip("/")
