@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from jax._src import distributed
+import jax
+from jax._src import array as array_lib
+from jax._src import core, distributed
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
@@ -54,3 +56,31 @@ async def random_key_impls(handler: type_handlers.ArrayHandler, checkpoint_dir: 
         if impl:
             found[metadata.param_name] = impl
     return found
+
+
+def join_arrays(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, arrays: Any, *, weak_type: bool = False
+) -> jax.Array:
+    """A global array of these single-device arrays, one for each of this process's devices. Nothing is copied.
+
+    The public function forgets that a dtype is weak, in every supported release; device_put does not.
+    """
+    joined = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+    if not weak_type:
+        return joined
+    aval = joined.aval.update(weak_type=True)
+    return array_lib.ArrayImpl(aval, sharding, list(arrays), committed=True)
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Whether JAX has arrays of this dtype; not of strings, objects or dates."""
+    try:
+        jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def tracing() -> bool:
+    """Whether a function is being traced, as inside jit."""
+    return not core.trace_state_clean()
