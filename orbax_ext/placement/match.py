@@ -47,15 +47,18 @@ def _match_concrete(name: str, leaf: Any, target: Sharding) -> jax.Array:
     local = leaf.is_fully_addressable and target.is_fully_addressable
     if not local and leaf.sharding.device_set != target.device_set:
         return pieces.place("match_sharding", name, leaf, target)  # from the copy that this process has
+    # Programs work in the devices' own memory; JAX 0.9.0 can't compile them for another on CPU.
+    kind = next(iter(target.device_set)).default_memory().kind
+    near, there = _respelled(leaf, leaf.sharding.with_memory_kind(kind)), target.with_memory_kind(kind)
     # device_put compiles a program, which must not see the mesh that the caller happens to have set.
     with mesh_lib.scope(target.mesh) if isinstance(target, NamedSharding) else contextlib.nullcontext():
-        moved = jax.device_put(leaf, target)
+        moved = jax.device_put(near, there)
     return moved if moved.sharding == target else _respelled(moved, target)
 
 
 def same_placement(one: Sharding, other: Sharding, shape: specs.Shape) -> bool:
-    """Whether two shardings put the same part of an array of this shape in the same memory of each device."""
-    if one.memory_kind != other.memory_kind or one.device_set != other.device_set:
+    """Whether two shardings give each device the same part of an array of this shape."""
+    if one.device_set != other.device_set:
         return False
     if one.is_equivalent_to(other, len(shape)):
         return True
@@ -64,12 +67,14 @@ def same_placement(one: Sharding, other: Sharding, shape: specs.Shape) -> bool:
 
 
 def _respelled(leaf: jax.Array, target: Sharding) -> jax.Array:
-    """The same buffers under another name."""
+    """The same buffers under another name; copied only if it names another memory of the same device."""
     if pieces.is_key(leaf):
         data = _respelled(jax.random.key_data(leaf), target)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     held = {shard.device: shard.data for shard in leaf.addressable_shards}
     arrays = [held[device] for device in target.addressable_devices_indices_map(leaf.shape)]
+    if leaf.sharding.memory_kind != target.memory_kind:
+        return pieces.assemble(leaf.shape, leaf.dtype, target, arrays, weak_type=leaf.weak_type)
     return compat.join_arrays(leaf.shape, leaf.dtype, target, arrays, weak_type=leaf.weak_type)
 
 

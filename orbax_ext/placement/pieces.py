@@ -25,6 +25,11 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def dtype_on_device(leaf: Any) -> Any:
+    """What becomes of a leaf's dtype: float64 is float32 unless JAX is told otherwise."""
+    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [
@@ -136,7 +141,7 @@ class _Source:
 
     def __init__(self, what: str, name: str, leaf: Any) -> None:
         self.shape: specs.Shape = tuple(leaf.shape)
-        self.dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        self.dtype = dtype_on_device(leaf)
         self.weak_type = bool(getattr(leaf, "weak_type", False))
         self._leaf = leaf
         self._shards: dict[Any, dict[Any, Any]] = {}

@@ -124,7 +124,7 @@ class _Share:
     def stitched(self) -> jax.Array:
         local = self._data.shape
         tiles = [self._data[self._grid.piece(device, local)] for device in self._grid.by_device]
-        dtype = jax.dtypes.canonicalize_dtype(self._data.dtype)
+        dtype = pieces.dtype_on_device(self._data)
         joined = pieces.assemble(self._shape, dtype, self._sharding, tiles)
         return joined if self._key_impl is None else jax.random.wrap_key_data(joined, impl=self._key_impl)
 

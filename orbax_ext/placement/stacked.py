@@ -71,7 +71,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
 
     def put(name: str, _: Any, rows: Sequence[Any]) -> jax.Array:
         arrays = [_array_like("device_put_sharded", name, row) for row in rows]
-        kinds = {(row.shape, jax.dtypes.canonicalize_dtype(row.dtype)): number for number, row in enumerate(arrays)}
+        kinds = {(row.shape, pieces.dtype_on_device(row)): number for number, row in enumerate(arrays)}
         if len(kinds) > 1:
             (first, at), (second, other), *_ = kinds.items()
             raise ValueError(
@@ -107,9 +107,14 @@ def _rows(what: str, name: str, rows: Sequence[Any], devices: list[Any], axis: s
         shape = (len(devices), *jax.random.key_data(first).shape)
         data = pieces.assemble(shape, np.dtype(np.uint32), sharding, [row[None] for row in own])
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(first))
-    dtype = jax.dtypes.canonicalize_dtype(first.dtype)
     weak = bool(getattr(first, "weak_type", False))
-    return pieces.assemble((len(devices), *first.shape), dtype, sharding, [row[None] for row in own], weak_type=weak)
+    return pieces.assemble(
+        (len(devices), *first.shape),
+        pieces.dtype_on_device(first),
+        sharding,
+        [row[None] for row in own],
+        weak_type=weak,
+    )
 
 
 def _is_local(device: Any) -> bool:

@@ -41,7 +41,7 @@ def values(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 def placed_by_one_process_alone() -> None:
     if jax.process_index() != jax.process_count() - 1:
         return  # the others never make these calls: a collective would wait for them
-    host = {"w": values("float32", (8, 6)), "step": np.int32(7), "n": np.float64(0.5)}
+    host: dict[str, Any] = {"w": values("float32", (8, 6)), "step": np.int32(7), "n": np.float64(0.5)}
     mesh = make_mesh()
     rows = len(jax.local_devices())
     for _ in each_scope():
@@ -53,7 +53,7 @@ def placed_by_one_process_alone() -> None:
         assert cut["w"].sharding == NamedSharding(mesh, P("b", "c"))
         assert_holds(same["w"], host["w"])
         assert_holds(same["step"], np.asarray(host["step"]))
-        assert_holds(same["n"], np.float32(0.5)[()].reshape(()))
+        assert_holds(same["n"], np.asarray(0.5, np.float32))
         assert_holds(cut["w"], host["w"])
         assert own.shape == (8, 6)
 
@@ -191,7 +191,7 @@ def a_box_with_a_hole() -> str:
 
 
 def checked(odd: int | None) -> str:
-    host = {"layer": [np.arange(6, dtype=np.float32), np.zeros(3)], "n": 3}
+    host: dict[str, Any] = {"layer": [np.arange(6, dtype=np.float32), np.zeros(3)], "n": 3}
     if jax.process_index() == odd:
         host["layer"][1] = np.array([0.0, -0.0, 0.0])  # equal to ==, not in bits
     mesh = make_mesh()
