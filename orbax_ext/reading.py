@@ -23,13 +23,17 @@ async def read(
     infos: Sequence[Any],
     args: Sequence[Any],
     shardings: Sequence[NamedSharding],
+    blocks: Sequence[Block],
 ) -> list[OnDevices]:
     """Reads this process's shards of the leaves, sharded as told; each leaf as one block per device."""
     if not infos:
         return []
     told = [as_array_args(arg, sharding) for arg, sharding in zip(args, shardings, strict=True)]
     arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, told)
-    return [{shard.device: _at_least_1d(shard) for shard in array.addressable_shards} for array in arrays]
+    return [
+        {shard.device: _as_carried(shard, block) for shard in array.addressable_shards}
+        for array, block in zip(arrays, blocks, strict=True)
+    ]
 
 
 def as_array_args(arg: Any, sharding: Any) -> type_handlers.ArrayRestoreArgs:
@@ -49,7 +53,7 @@ class Zeros:
         """`shapes` are those of whole leaves; `shardings` are all on the same replica mesh."""
         self._mesh = shardings[0].mesh
         outputs = tuple(
-            jax.ShapeDtypeStruct(shape or (1,), block.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(shape or (1,), block.carried_dtype, sharding=sharding)
             for block, shape, sharding in zip(blocks, shapes, shardings, strict=True)
         )
 
@@ -66,8 +70,8 @@ class Zeros:
         return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
 
 
-def _at_least_1d(shard: Any) -> jax.Array:
-    if shard.data.ndim:
+def _as_carried(shard: Any, block: Block) -> jax.Array:
+    if shard.data.ndim and block.carried_dtype == block.dtype:
         return shard.data
-    # By way of the host: an eager reshape would run on whatever mesh the caller has set.
-    return jax.device_put(np.asarray(shard.data).reshape(1), shard.device)
+    # By way of the host: an eager reshape or cast would run on whatever mesh the caller has set.
+    return jax.device_put(np.asarray(shard.data).reshape(block.carried_shape).view(block.carried_dtype), shard.device)
