@@ -151,9 +151,10 @@ def mismatch(
 @contextlib.contextmanager
 def _session(subject: str, title: str, timeout: float) -> Iterator[meeting.Session]:
     """A meeting of all processes of the job."""
-    session = meeting.open_session(f"placement/{subject}", meeting.Limits(stall=timeout, total=timeout))
+    limits = meeting.Limits(stall=timeout, total=timeout)
     try:
-        yield session
+        with meeting.open_session(f"placement/{subject}", limits) as session:
+            yield session
     except errors.RestoreTimeoutError as error:
         missing = ", ".join(str(process) for process in error.missing)
         raise errors.MeetingTimeoutError(
@@ -162,5 +163,3 @@ def _session(subject: str, title: str, timeout: float) -> Iterator[meeting.Sessi
             "path taken; give more time if they are only slow.",
             error.missing,
         ) from error
-    finally:
-        session.close()
