@@ -3,12 +3,13 @@
 #   make test    all tests, on the oldest and on the newest supported Orbax
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
+#   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
 
 PYTHON ?= python3
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
 
-.PHONY: demo test test-oldest test-newest check fmt clean
+.PHONY: bench-placement demo test test-oldest test-newest check fmt clean
 
 demo: $(NEWEST)/.ready
 	$(NEWEST)/bin/orbax-ext demo
@@ -26,6 +27,9 @@ check: $(NEWEST)/.ready
 fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check --fix .
 	$(NEWEST)/bin/ruff format .
+
+bench-placement: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement
 
 clean:
 	rm -rf .venv build dist *.egg-info
