@@ -37,6 +37,7 @@ def _match(name: str, leaf: Any, like: Any) -> Any:
 
 
 def _match_concrete(name: str, leaf: Any, target: Sharding) -> jax.Array:
+    target = _with_devices(name, leaf, target)
     if not isinstance(leaf, jax.Array):
         return pieces.place("match_sharding", name, leaf, target)
     if leaf.sharding == target:
@@ -54,6 +55,20 @@ def _match_concrete(name: str, leaf: Any, target: Sharding) -> jax.Array:
     with mesh_lib.scope(target.mesh) if isinstance(target, NamedSharding) else contextlib.nullcontext():
         moved = jax.device_put(near, there)
     return moved if moved.sharding == target else _respelled(moved, target)
+
+
+def _with_devices(name: str, leaf: Any, target: Sharding) -> Sharding:
+    """The target on real devices: what `jax.eval_shape` returns names a mesh without them."""
+    if not isinstance(target, NamedSharding) or isinstance(target.mesh, Mesh):
+        return target
+    wanted = (target.mesh.axis_names, target.mesh.axis_sizes, target.mesh.axis_types)
+    for mesh in (getattr(getattr(leaf, "sharding", None), "mesh", None), jax.sharding.get_mesh()):
+        if isinstance(mesh, Mesh) and (mesh.axis_names, mesh.axis_sizes, mesh.axis_types) == wanted:
+            return NamedSharding(mesh, target.spec, memory_kind=target.memory_kind)
+    raise ValueError(
+        f"match_sharding: leaf {name}: expected a sharding on a mesh of devices, found {target}, and neither the leaf "
+        "nor jax.set_mesh has a mesh like it. Call it within jax.set_mesh(mesh)."
+    )
 
 
 def same_placement(one: Sharding, other: Sharding, shape: specs.Shape) -> bool:

@@ -86,10 +86,8 @@ def _put(what: str, tree: Any, shardings: list[Any], check: bool) -> Any:
     if check:
         ours = {device.process_index for sharding in shardings if sharding for device in sharding.device_set}
         named = [(name, leaf) for name, leaf in pieces.named_leaves(tree) if pieces.is_array(leaf)]
-        for name, leaf in named:
-            pieces.refuse_tracer(what, name, leaf)
         concerned = not ours or jax.process_index() in ours
-        agree.require_same(what, (agree.described(name, leaf) for name, leaf in named), concerned)
+        agree.require_same(what, (agree.described(what, name, leaf) for name, leaf in named), concerned)
 
     def put(name: str, leaf: Any, sharding: Any) -> Any:
         return pieces.place(what, name, leaf, sharding) if pieces.is_array(leaf) else leaf

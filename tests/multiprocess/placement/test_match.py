@@ -139,6 +139,21 @@ def like_a_traced_array() -> None:
             assert found["x"].sharding.is_equivalent_to(like.sharding, 2)
 
 
+def like_an_abstract_tree() -> None:
+    """`jax.eval_shape` says how explicit axes are used, on a mesh that names no devices."""
+    mesh = make_mesh((EXPLICIT,) * 3)
+    x = orbax_ext.shard(HOST, NamedSharding(mesh, P("b")))
+    with jax.set_mesh(mesh):
+        like = jax.eval_shape(lambda x: jax.sharding.reshard(x, P("c", "b")), x)
+        assert not isinstance(like.sharding.mesh, Mesh)
+        placed = orbax_ext.match_sharding(HOST, like)
+    for found in (placed, orbax_ext.match_sharding(x, like)):
+        assert found.sharding == NamedSharding(mesh, P("c", "b"))
+        assert_holds(found, HOST)
+    said = said_by(lambda: orbax_ext.match_sharding({"w": HOST}, {"w": like}))
+    assert "leaf w: expected a sharding on a mesh of devices" in said
+
+
 def constants_and_keys_inside_jit() -> None:
     mesh = make_mesh((EXPLICIT,) * 3)
     keys = orbax_ext.shard(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("b")))
@@ -257,6 +272,7 @@ def test_it_does_so_inside_jit(cluster: lab.Cluster, types: str) -> None:
         moved_under_any_scope,
         free_inside_jit,
         like_a_traced_array,
+        like_an_abstract_tree,
         constants_and_keys_inside_jit,
         to_and_from_one_process,
     ],

@@ -132,6 +132,25 @@ def arrays_as_input() -> None:
         assert "match_sharding" in said
 
 
+def on_some_processes_only() -> None:
+    """A mesh that not all processes have devices in: the others get arrays of which they hold nothing."""
+    mesh = Mesh(np.array([device for device in jax.devices() if device.process_index == 0]), ("x",))
+    inside = jax.process_index() == 0
+    host = {"w": np.arange(8, dtype=np.float32) if inside else np.zeros(8, np.float32), "key": jax.random.key(1)}
+    for found in (orbax_ext.replicate(host, mesh), orbax_ext.replicate(host, mesh, check=True)):
+        assert found["w"].shape == (8,)
+        assert found["w"].sharding == NamedSharding(mesh, P())
+        assert bool(found["w"].addressable_shards) == inside
+        if inside:
+            assert_holds(found["w"], host["w"])
+    stacked = orbax_ext.stack(host, list(mesh.devices.flat))
+    assert stacked["w"].shape == (mesh.size, 8)
+    assert orbax_ext.unstack(stacked)["w"].shape == (8,)
+    if not inside:
+        said = said_by(lambda: orbax_ext.stitch(host["w"], NamedSharding(mesh, P("x"))))
+        assert "none of this process's devices is in the sharding" in said
+
+
 def usable_in_a_program() -> None:
     mesh = make_mesh()
     host = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -252,6 +271,7 @@ def peak_memory(way: str) -> int:
         odd_leaves,
         keys,
         arrays_as_input,
+        on_some_processes_only,
         usable_in_a_program,
         stitched_from_parts,
     ],
@@ -270,7 +290,7 @@ def test_device_put_waits_for_the_other_processes_and_replicate_does_not(several
 
 
 def test_memory_of_device_put_grows_with_the_processes_and_that_of_replicate_does_not(cluster: lab.Cluster) -> None:
-    """Stock: JAX 0.9.0 and 0.10.2; `make bench-placement` prints the table."""
+    """Stock: JAX 0.9.0, 0.10.2 and 0.12.0.1; `make bench-placement` prints the table."""
     size = 16 << 20
     stock, ours = max(cluster.run(peak_memory, "device_put")), max(cluster.run(peak_memory, "replicate"))
     assert ours < 1.5 * size

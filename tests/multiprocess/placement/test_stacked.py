@@ -253,14 +253,14 @@ def test_the_first_row_waits_for_the_other_processes_and_unstack_does_not(severa
 
 
 def test_the_first_row_does_not_reach_a_local_device_but_unstack_does(several: lab.Cluster) -> None:
-    """Stock: JAX 0.9.0 and 0.10.2."""
+    """Stock: JAX 0.9.0, 0.10.2 and 0.12.0.1."""
     for stock, ours in several.run(row_to_a_local_device):
         assert "CopyArrays only supports destination device list of the same size" in stock
         assert ours == ""
 
 
 def test_pmap_refuses_rows_on_other_devices_and_match_sharding_mends_them(cluster: lab.Cluster) -> None:
-    """Stock: JAX 0.9.0 and 0.10.2, in words that depend on release and number of processes."""
+    """Stock: JAX 0.9.0, 0.10.2 and 0.12.0.1, in words that depend on release and number of processes."""
     if cluster.devices == 1:
         pytest.skip("a single device has no other order")
     for stock, ours in cluster.run(other_devices_into_pmap):
