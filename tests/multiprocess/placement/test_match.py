@@ -154,6 +154,18 @@ def like_an_abstract_tree() -> None:
     assert "leaf w: expected a sharding on a mesh of devices" in said
 
 
+def to_host_memory_inside_jit() -> None:
+    for types in TYPES.values():
+        mesh = make_mesh(types)
+        x = orbax_ext.shard(HOST, NamedSharding(mesh, P("b")))
+        target = NamedSharding(mesh, P("c"), memory_kind="pinned_host")
+        with jax.set_mesh(mesh):
+            found = jax.jit(lambda x, target=target: orbax_ext.match_sharding(x * 1, target))(x)
+        assert found.sharding.memory_kind == "pinned_host"
+        assert found.sharding.is_equivalent_to(target, 2)
+        assert_holds(found, HOST)
+
+
 def constants_and_keys_inside_jit() -> None:
     mesh = make_mesh((EXPLICIT,) * 3)
     keys = orbax_ext.shard(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("b")))
@@ -280,6 +292,11 @@ def test_it_does_so_inside_jit(cluster: lab.Cluster, types: str) -> None:
 )
 def test_shardings_are_matched(cluster: lab.Cluster, scenario: Any) -> None:
     cluster.run(scenario)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9.0 can't compile it for CPU devices, by any way")
+def test_memory_kinds_are_matched_inside_jit(cluster: lab.Cluster) -> None:
+    cluster.run(to_host_memory_inside_jit)
 
 
 def test_an_axis_of_size_1_breaks_an_explicit_step_until_the_spelling_is_matched(cluster: lab.Cluster) -> None:

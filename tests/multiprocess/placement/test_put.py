@@ -257,6 +257,28 @@ def ours_waits() -> bool:
     return waits_for_process_1("replicate", lambda: orbax_ext.replicate(np.arange(5.0), mesh).block_until_ready())
 
 
+def unequal_parts() -> tuple[tuple[int, ...], str]:
+    """The last process has more rows than the others: stock's global shape, and what we say."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    last = jax.process_index() == jax.process_count() - 1
+    part = np.zeros((jax.local_device_count() * (3 if last else 2), 3), np.float32)
+    stock = jax.make_array_from_process_local_data(sharding, part)
+    return stock.shape, said_by(lambda: orbax_ext.stitch(part, sharding, check=True))
+
+
+def parts_on_every_local_device() -> str:
+    """A host's part that lies, whole, on each of its devices."""
+    from jax.experimental import multihost_utils
+
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rows = jax.local_device_count()
+    part = orbax_ext.replicate(np.full((rows, 2), jax.process_index()), Mesh(np.array(jax.local_devices()), ("l",)))
+    stock = said_by(lambda: multihost_utils.host_local_array_to_global_array(part, mesh, P("x")))
+    found = orbax_ext.stitch(part, NamedSharding(mesh, P("x")))
+    assert_holds(found, np.repeat(np.arange(jax.process_count(), dtype=np.int32), 2 * rows).reshape(-1, 2))
+    return stock
+
+
 def peak_memory(way: str) -> int:
     from orbax_ext.lab import bench_placement
 
@@ -315,6 +337,21 @@ def test_stitch_says_which_part_does_not_fit(cluster: lab.Cluster) -> None:
             assert "expected global shape (16, 3)" in said["others"]
             assert f"process {last} (" in said["others"]
             assert f"found global shape (24, 3), dtype float64 (local shape ({3 * rows}, 3))" in said["others"]
+
+
+def test_unequal_parts_make_arrays_of_unequal_shape_unless_they_are_checked(several: lab.Cluster) -> None:
+    """Stock: make_array_from_process_local_data on JAX 0.9.0, 0.10.2 and 0.12.0.1."""
+    found = several.run(unequal_parts)
+    assert {shape for shape, _ in found} == {(16, 3), (24, 3)}  # one array, two shapes
+    assert all(f"process {several.processes - 1} (" in said and "(24, 3)" in said for _, said in found)
+
+
+def test_parts_on_several_local_devices_are_stitched(several: lab.Cluster) -> None:
+    """Stock: host_local_array_to_global_array on JAX 0.9.0, 0.10.2 and 0.12.0.1."""
+    if several.devices == 1:
+        pytest.skip("needs several devices on a process")
+    for stock in several.run(parts_on_every_local_device):
+        assert "exactly one shard" in stock
 
 
 def test_stitch_refuses_parts_that_are_not_one_box(several: lab.Cluster) -> None:
