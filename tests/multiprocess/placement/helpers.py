@@ -72,6 +72,12 @@ def assert_holds(array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
         assert found.tobytes() == expected[shard.index].tobytes(), shard
 
 
+def some_keys(impl: str = "threefry2x32") -> jax.Array:
+    """Eight typed keys, without the program that jax.random.split would be."""
+    words = {"threefry2x32": 2, "rbg": 4}[impl]
+    return jax.random.wrap_key_data(np.arange(8 * words, dtype=np.uint32).reshape(8, words), impl=impl)
+
+
 def pointers(array: jax.Array) -> dict[Any, int]:
     return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 

@@ -19,6 +19,7 @@ from tests.multiprocess.placement.helpers import (
     make_mesh,
     no_programs,
     said_by,
+    some_keys,
     waits_for_process_1,
 )
 
@@ -97,8 +98,8 @@ def odd_leaves() -> None:
 def keys() -> None:
     mesh = make_mesh()
     for impl in ("threefry2x32", "rbg"):
-        one = jax.random.key(3, impl=impl)
-        many = jax.random.split(one, 8)
+        many = some_keys(impl)
+        one = jax.random.wrap_key_data(np.asarray(jax.random.key_data(many))[3], impl=impl)
         for _ in each_scope():
             with no_programs():
                 found = orbax_ext.replicate({"one": one, "many": many}, mesh)
