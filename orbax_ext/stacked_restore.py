@@ -7,7 +7,6 @@ added afterwards, on each device from what it holds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -55,12 +54,22 @@ async def restore(
             infos, [changed[index].arg if index in changed else arg for index, arg in enumerate(args)]
         )
     except Exception as error:
-        with contextlib.suppress(Exception):  # the error itself matters more than a word on it
-            if words := await hint(handler, infos, args):
-                logging.error("orbax_ext: %s", words)
-                error.add_note(words)
+        await _explain(error, handler, infos, args)
         raise
     return [changed[index].finish(array) if index in changed else array for index, array in enumerate(arrays)]
+
+
+async def _explain(
+    error: Exception, handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]
+) -> None:
+    try:
+        words = await hint(handler, infos, args)
+    except Exception as other:  # the error itself matters more than a word on it
+        logging.warning("orbax_ext: could not look at the stored shapes: %s", other)
+        return
+    if words:
+        logging.error("orbax_ext: %s", words)
+        error.add_note(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +118,8 @@ async def detours(handler: type_handlers.ArrayHandler, infos: Sequence[Any], arg
 async def stored_shapes(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tuple[Shape, bool]]:
     """The shapes of the leaves in the checkpoint and whether they are typed keys, without their data's own axis."""
     metadata = await handler.metadata(infos)
-    keys = await compat.random_key_impls(handler, infos[0].parent_dir)
+    saved = await compat.saved_arrays(handler, infos[0].parent_dir)
+    keys = {name for name, array in saved.items() if array.key_impl}
     return [
         (tuple(stored.shape)[:-1], True) if info.name in keys else (tuple(stored.shape), False)
         for info, stored in zip(infos, metadata, strict=True)

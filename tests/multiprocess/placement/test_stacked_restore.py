@@ -71,7 +71,7 @@ def stacked_checkpoint(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFa
     return path
 
 
-@pytest.mark.parametrize("strategy", ["single", "direct"])
+@pytest.mark.parametrize("strategy", ["single", "spread", "direct"])
 def test_a_stacked_checkpoint_restores_unstacked(cluster: lab.Cluster, stacked_checkpoint: str, strategy: str) -> None:
     types = (EXPLICIT,) * 3
     assert set(cluster.run(restore, stacked_checkpoint, False, True, types, strategy)) == {""}
