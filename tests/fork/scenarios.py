@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -160,3 +161,13 @@ def save_after_restore(path: str) -> dict[str, str]:
         found = restore(path, small(), mesh())
         checkpointer.save(again, args=ocp.args.PyTreeSave(found), force=True)
         return differences(restore(again, small(), mesh()), small())
+
+
+def restore_without_process_3(path: str) -> str:
+    """The others reach the meeting before the broadcast; nobody else would wait for process 3 there."""
+    os.environ["ORBAX_PRE_BROADCAST_TIMEOUT_SECS"] = "3"
+    if jax.process_index() == 3:
+        return "stayed away"
+    module = importlib.import_module("orbax.checkpoint._src.serialization.jax_array_handlers")
+    module._meet_before_broadcast(mesh())
+    return "restored"
