@@ -1,0 +1,34 @@
+"""Single-replica restore for Orbax that works: exact, bounded in time, on any mesh."""
+
+from orbax_ext import version as _version
+
+_version.check_orbax_version(_version.orbax_version())
+
+from orbax_ext.errors import (  # noqa: E402, the version is checked before anything that needs it is imported
+    PlanMismatchError,
+    ProcessFailure,
+    RestoreError,
+    RestoreFailedError,
+    RestoreTimeoutError,
+)
+from orbax_ext.handler import BroadcastArrayHandler  # noqa: E402
+from orbax_ext.register import pytree_handler, register, registered, restore_args, unregister  # noqa: E402
+from orbax_ext.report import RestoreReport, last_report  # noqa: E402
+from orbax_ext.version import __version__  # noqa: E402
+
+__all__ = [
+    "BroadcastArrayHandler",
+    "PlanMismatchError",
+    "ProcessFailure",
+    "RestoreError",
+    "RestoreFailedError",
+    "RestoreReport",
+    "RestoreTimeoutError",
+    "__version__",
+    "last_report",
+    "pytree_handler",
+    "register",
+    "registered",
+    "restore_args",
+    "unregister",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+
+from orbax_ext import version
 
 _ISSUE = "https://github.com/google/orbax/issues/{}"
 
@@ -23,8 +24,8 @@ class Defect:
     probe: str | None = None  # the function of orbax_ext.probes that finds out in seconds
 
     def in_release(self, release: str) -> bool:
-        numbers = _numbers(release)
-        return _numbers(self.first) <= numbers and (self.fixed is None or numbers < _numbers(self.fixed))
+        found = version.numbers(release)
+        return version.numbers(self.first) <= found and (self.fixed is None or found < version.numbers(self.fixed))
 
     @property
     def releases(self) -> str:
@@ -157,7 +158,3 @@ def _span(defect: Defect) -> str:
 
 def _remedy(remedy: str) -> str:
     return "`orbax_ext.register`" if remedy == "register" else remedy
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", release.split("+")[0])[:3])

@@ -27,17 +27,23 @@ class ProcessFailure:
     error: str  # "ValueError: ..."
     traceback: str = ""
 
-    def __str__(self) -> str:
-        return f"on {self.host}, in phase {self.phase!r}: {self.error}"
-
 
 class RestoreFailedError(RestoreError):
     """One or several processes failed. `.failures` maps process index to `ProcessFailure`."""
 
     def __init__(self, failures: Mapping[int, ProcessFailure]) -> None:
         self.failures = dict(sorted(failures.items()))
-        lines = [f"process {process} {failure}" for process, failure in self.failures.items()]
-        super().__init__(f"restore failed on {_count(lines, 'process')}:\n  " + "\n  ".join(lines))
+        super().__init__(f"restore failed on {_count(self.failures)}:\n  " + "\n  ".join(self._lines()))
+
+    def _lines(self, most: int = 8) -> list[str]:
+        """One line for each different failure, with the processes that had it."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for process, failure in self.failures.items():
+            alike.setdefault((failure.phase, failure.error), []).append(f"{process} ({failure.host})")
+        return [
+            f"process {', '.join(names[:most])}{' and others' if names[most:] else ''}, in phase {phase!r}: {error}"
+            for (phase, error), names in alike.items()
+        ]
 
 
 class RestoreTimeoutError(RestoreError):
@@ -57,5 +63,5 @@ class PlanMismatchError(RestoreError):
         super().__init__(message)
 
 
-def _count(items: Collection[object], noun: str) -> str:
-    return f"1 {noun}" if len(items) == 1 else f"{len(items)} {noun}es"
+def _count(items: Collection[object]) -> str:
+    return "1 process" if len(items) == 1 else f"{len(items)} processes"

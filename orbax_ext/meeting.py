@@ -14,17 +14,23 @@ Waiting is bounded by progress: processes publish how far they are, and waiting 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import json
+import math
 import socket
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, Protocol, TypeVar
 
+import jax
 from absl import logging
 
-from orbax_ext import errors
+from orbax_ext import compat, errors
+from orbax_ext.waiting import in_thread
 
 _LEADER = 0
 _PREFIX = "orbax_ext"
@@ -35,6 +41,10 @@ _LOG_EVERY = 30.0
 _LEADER_GRACE = 5.0  # the others wait this much longer than process 0, whose verdict names the missing
 _MAX_VALUE = 1 << 16  # characters of one process's contribution; longer ones are refused
 
+_MAX_ERROR = 4096
+_MAX_TRACEBACK = 16384
+
+T = TypeVar("T")
 Payload = Mapping[str, Any]  # must survive JSON
 
 
@@ -80,20 +90,24 @@ class Session:
         self._set(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
         try:
             if self._process == _LEADER:
-                arrivals = self._gather(home, lambda missing: self._timeout("arrive", missing))
+                arrivals = self._gather(home, lambda missing: self._turn_away(home, missing))
                 self.id = uuid.uuid4().hex
                 self._delete(home)
+                self._delete(f"{self._subject}/status")
                 payloads = {process: arrival["payload"] for process, arrival in arrivals.items()}
                 self._set(f"{self._home}/out/0", {str(process): payload for process, payload in payloads.items()})
                 for process, arrival in arrivals.items():
                     self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"id": self.id})
             else:
                 reply = f"{self._subject}/reply/{self._process}.{self._nonce}"
-                self.id = self._await(reply, f"{self._subject}/status", lambda: self._absent("arrive", home))["id"]
+                answer = self._await(reply, f"{self._subject}/status", lambda: self._absent("arrive", home))
+                if "missing" in answer:
+                    raise self._timeout("arrive", answer["missing"])
+                self.id = answer["id"]
         finally:
             if not self.id:  # gave up: nobody may count on this process any more
                 self._delete(f"{home}/{self._process}")
-        self._delete(f"{self._subject}/reply/{self._process}.{self._nonce}")
+            self._delete(f"{self._subject}/reply/{self._process}.{self._nonce}")
         summary = self._await(f"{self._home}/out/0", None, lambda: self._absent("arrive", home))
         found = {int(process): payload for process, payload in summary.items()}
         self.hosts = {process: str(payload["host"]) for process, payload in found.items()}
@@ -120,6 +134,42 @@ class Session:
             raise self._timeout(phase, summary["missing"], summary.get("phases", {}))
         return {int(process): payload for process, payload in summary.items()}
 
+    async def together(self, phase: str, work: Awaitable[T]) -> T:
+        """Does a piece of work and meets: returns its result if it succeeded on all processes.
+
+        Otherwise raises the same `RestoreFailedError` on all of them.
+        """
+        self._phase = phase
+        result: T | None = None
+        mine: Payload = {}
+        try:
+            result = await work
+        except Exception as error:
+            mine = _failure(error)
+        except BaseException as error:  # interrupted: tell the others, but do not stay for the meeting
+            self._set(f"{self._home}/in/{self._meetings + 1}/{self._process}", _failure(error))
+            raise
+        outcomes = await in_thread(self.meet, phase, mine)
+        failed = {
+            process: errors.ProcessFailure(self.hosts[process], phase, outcome["error"], outcome["traceback"])
+            for process, outcome in outcomes.items()
+            if "error" in outcome
+        }
+        if failed:
+            raise errors.RestoreFailedError(failed)
+        return result  # type: ignore[return-value]
+
+    async def barrier(self, name: str) -> None:
+        """Orbax's barrier on the coordination service, entered by all processes a moment after a meeting."""
+        await in_thread(
+            functools.partial(
+                compat.sync_global_processes,
+                f"orbax_ext.{self.id}.{name}",
+                timeout=math.ceil(self._limits.stall),
+                processes=set(range(self._processes)),
+            )
+        )
+
     def progress(self, phase: str, done: int) -> None:
         """Tells the others that this process is alive and how far it is. Cheap; call it every second or so."""
         self._phase, self._done = phase, done
@@ -142,9 +192,7 @@ class Session:
 
     # What process 0 does.
 
-    def _gather(
-        self, home: str, timed_out: Callable[[Collection[int]], errors.RestoreTimeoutError]
-    ) -> dict[int, Any]:
+    def _gather(self, home: str, timed_out: Callable[[Collection[int]], errors.RestoreTimeoutError]) -> dict[int, Any]:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
         clock = _Clock(self._limits, self._started)
         pause, longest = _LEADER_POLL
@@ -175,6 +223,13 @@ class Session:
         home = self._home if self.id else self._subject
         self._set(f"{home}/status", {"advance": self._advance(), "missing": list(missing), "at": time.time()})
 
+    def _turn_away(self, home: str, missing: Collection[int]) -> errors.RestoreTimeoutError:
+        """Tells those who did arrive that the session will not be held."""
+        for process, arrival in self._read(home).items():
+            self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"missing": list(missing)})
+        self._delete(f"{self._subject}/status")
+        return self._timeout("arrive", missing)
+
     def _publish_timeout(self, out: str, phase: str, missing: Collection[int]) -> errors.RestoreTimeoutError:
         phases = {str(process): self._last_heard(process) for process in missing}
         self._set(out, {"missing": list(missing), "phases": phases})
@@ -203,7 +258,9 @@ class Session:
 
     def _absent(self, phase: str, home: str) -> errors.RestoreTimeoutError:
         found = self._read(home)
-        return self._timeout(phase, [process for process in range(self._processes) if process not in found] or [_LEADER])
+        return self._timeout(
+            phase, [process for process in range(self._processes) if process not in found] or [_LEADER]
+        )
 
     def _timeout(
         self, phase: str, missing: Collection[int], phases: Mapping[str, str] | None = None
@@ -214,13 +271,15 @@ class Session:
         limits = f"stall_timeout={self._limits.stall:g}" + (
             f", timeout={self._limits.total:g}" if self._limits.total is not None else ""
         )
-        message = (
-            f"gave up at the meeting {phase!r} after {waited:.0f} s ({limits}); still missing:\n  " + "\n  ".join(lines)
+        message = f"gave up at the meeting {phase!r} after {waited:.0f} s ({limits}); still missing:\n  " + "\n  ".join(
+            lines
         )
         return errors.RestoreTimeoutError(message, missing, heard)
 
     def _name(self, processes: Collection[int]) -> str:
-        shown = [f"{process} ({self.hosts[process]})" if process in self.hosts else str(process) for process in processes]
+        shown = [
+            f"{process} ({self.hosts[process]})" if process in self.hosts else str(process) for process in processes
+        ]
         return ", ".join(shown[:16]) + (f" and {len(shown) - 16} more" if len(shown) > 16 else "")
 
     # The service, with JSON values.
@@ -245,6 +304,61 @@ class Session:
 
     def _delete(self, key: str) -> None:
         self._client.key_value_delete(key)
+
+
+def open_session(subject: str, limits: Limits) -> Session:
+    """A session of all processes of this job."""
+    client = compat.coordination_client() if jax.process_count() > 1 else _Alone()
+    return Session(client, jax.process_index(), jax.process_count(), subject, limits)
+
+
+def check_agreement(wanted: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> None:
+    """Raises `PlanMismatchError`, the same on all processes, unless all want the same."""
+    differing = [name for name in wanted[_LEADER] if len({each.get(name) for each in wanted.values()}) > 1]
+    if not differing:
+        return
+    lines = []
+    for name in differing:
+        usual = collections.Counter(each.get(name) for each in wanted.values()).most_common(1)[0][0]
+        odd = [process for process, each in wanted.items() if each.get(name) != usual]
+        shown = ", ".join(
+            f"process {process} ({hosts[process]}) has {wanted[process].get(name)}" for process in odd[:8]
+        )
+        lines.append(f"{name}: most have {usual}, but {shown}" + (" and others" if len(odd) > 8 else ""))
+    raise errors.PlanMismatchError(
+        "the processes do not agree on what to restore:\n  " + "\n  ".join(lines),
+        {process: ";".join(f"{name}={each.get(name)}" for name in each) for process, each in wanted.items()},
+    )
+
+
+def _failure(error: BaseException) -> Payload:
+    """An error as text. Cut to size: it goes to every process."""
+    text = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    return {"error": text[:_MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
+
+
+class _Alone:
+    """Stands in for the coordination service in a job of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._values[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self._values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        self._values[key] = str(int(self._values.get(key, "0")) + increment)
+        return int(self._values[key])
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        return self._values[key]
 
 
 class _Clock:

@@ -13,6 +13,8 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from orbax_ext import version
+
 _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@$")
 
 Tree = Mapping[str, bytes]  # the files that matter, by path relative to the tree's root
@@ -86,7 +88,7 @@ def load_all(directory: pathlib.Path | None = None) -> list[Series]:
     """The series of every release, oldest first."""
     directory = directory or patches_directory()
     found = [load_series(path.parent) for path in directory.glob("*/series")]
-    return sorted(found, key=lambda series: release_key(series.release))
+    return sorted(found, key=lambda series: version.numbers(series.release))
 
 
 def load_series(directory: pathlib.Path) -> Series:
@@ -94,11 +96,6 @@ def load_series(directory: pathlib.Path) -> Series:
     names = [line.strip() for line in (directory / "series").read_text().splitlines()]
     patches = [parse(name, (directory / name).read_text()) for name in names if name and not name.startswith("#")]
     return Series(directory.name, tuple(patches))
-
-
-def release_key(release: str) -> tuple[int, ...]:
-    """Sorts "0.11.9" before "0.11.33"."""
-    return tuple(int(part) for part in release.split("+")[0].split("."))
 
 
 def parse(name: str, text: str) -> Patch:

@@ -1,3 +1,32 @@
-"""The package's version, readable without importing JAX."""
+"""Versions: ours, and the Orbax releases that we work with. Readable without importing JAX or Orbax."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import warnings
 
 __version__ = "0.1.0"
+
+OLDEST_ORBAX = "0.11.33"
+NEWEST_ORBAX = "0.12.8"  # the newest that the tests run with
+
+
+def orbax_version() -> str:
+    return importlib.metadata.version("orbax-checkpoint")
+
+
+def check_orbax_version(found: str) -> None:
+    """Refuses an Orbax that is too old; warns of one that is newer than any tested."""
+    if numbers(found) < numbers(OLDEST_ORBAX):
+        raise ImportError(
+            f"orbax_ext needs orbax-checkpoint {OLDEST_ORBAX} or newer, found {found}. "
+            f"Upgrade with: pip install 'orbax-checkpoint>={OLDEST_ORBAX}'"
+        )
+    if numbers(found) > numbers(NEWEST_ORBAX):
+        warnings.warn(f"orbax_ext is tested with orbax-checkpoint up to {NEWEST_ORBAX}, found {found}.", stacklevel=3)
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """The release numbers of a version, such as (0, 11, 33) of "0.11.33+ext.1"."""
+    return tuple(int(part) for part in re.findall(r"\d+", release.split("+")[0])[:3])

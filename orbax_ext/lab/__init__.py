@@ -15,6 +15,7 @@ one function after another; a function that hangs or kills a process costs its o
 the cluster anew.
 """
 
-from orbax_ext.lab.cluster import Cluster, Failure, Outcome, Run, RunFailedError
+from orbax_ext.lab.cluster import Cluster, Outcome, Run, RunFailedError
+from orbax_ext.lab.protocol import Failure
 
 __all__ = ["Cluster", "Failure", "Outcome", "Run", "RunFailedError"]

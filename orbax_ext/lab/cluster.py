@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
@@ -95,7 +95,7 @@ class Cluster:
         self._command_prefix = command_prefix
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -36,9 +36,7 @@ def main(fd: int) -> None:
 def _join(setup: Setup) -> int:
     import jax
 
-    jax.distributed.initialize(
-        setup.coordinator, setup.processes, setup.rank, initialization_timeout=_JOIN_LIMIT
-    )
+    jax.distributed.initialize(setup.coordinator, setup.processes, setup.rank, initialization_timeout=_JOIN_LIMIT)
     return jax.device_count()
 
 

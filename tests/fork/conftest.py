@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orbax_ext import lab, patching
+from orbax_ext import lab, version
 from tests.fork import scenarios
 from tools import fork, releases
 
@@ -32,7 +32,7 @@ class Installation:
         return all(outcome.ok and outcome.value == {} for outcome in outcomes)
 
     def older_than(self, release: str) -> bool:
-        return patching.release_key(self.release) < patching.release_key(release)
+        return version.numbers(self.release) < version.numbers(release)
 
 
 @pytest.fixture(

@@ -1,0 +1,197 @@
+"""BroadcastArrayHandler: a restore in which one replica reads and the others receive, told once from top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from jax.sharding import NamedSharding
+from orbax.checkpoint import type_handlers
+
+from orbax_ext import budget as budget_lib
+from orbax_ext import compat, meeting, report, version, wishes
+from orbax_ext import mesh as mesh_lib
+from orbax_ext.execution import Execution
+from orbax_ext.options import Options
+from orbax_ext.plan import RestorePlan, make_plan
+from orbax_ext.plan.planner import digest
+from orbax_ext.waiting import in_thread
+
+_turn = threading.Lock()
+
+
+class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
+    """Orbax's `SingleReplicaArrayHandler`, mended; a one-word replacement for it.
+
+    Takes the knobs of `orbax_ext.options.Options` and ArrayHandler's own keyword arguments. Unlike the stock handler
+    it accepts any restore args, and saves just as `ArrayHandler` does.
+    """
+
+    def __init__(
+        self,
+        replica_axis_index: int | None = None,
+        primary_replica_id: int | None = 0,
+        broadcast_memory_limit_bytes: int | None = None,
+        broadcast_memory_scaling_factor: float | None = 0.75,
+        *,
+        replica_axis: str | int | Sequence[str | int] | None = None,
+        strategy: Any = "auto",
+        stall_timeout: float = 300.0,
+        timeout: float | None = None,
+        **array_handler_kwargs: Any,
+    ) -> None:
+        self.options = Options(
+            replica_axis=replica_axis,
+            replica_axis_index=replica_axis_index,
+            primary_replica_id=primary_replica_id,
+            strategy=strategy,
+            broadcast_memory_limit_bytes=broadcast_memory_limit_bytes,
+            broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
+            stall_timeout=stall_timeout,
+            timeout=timeout,
+        )
+        # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
+        array_handler_kwargs.setdefault("array_metadata_store", compat.ArrayMetadataStore())
+        super().__init__(
+            replica_axis_index=replica_axis_index,
+            primary_replica_id=primary_replica_id,
+            broadcast_memory_limit_bytes=broadcast_memory_limit_bytes,
+            broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
+            **array_handler_kwargs,
+        )
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[jax.Array]:
+        """Restores the leaves; see the base class."""
+        if args is None:
+            raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
+        if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
+            return await super().deserialize(infos, args)
+        async with _one_at_a_time():
+            # 1. Describe.
+            request = await wishes.describe(self, infos, args)
+            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+            own_budget = budget_lib.choose(self.options)
+            plan = self._plan(request, own_budget)
+            _log_direct(request, plan)
+            if not plan.groups:
+                return await type_handlers.ArrayHandler.deserialize(self, infos, args)
+            return await self._single_replica_deserialize_and_broadcast(request, own_budget)
+
+    async def _single_replica_deserialize_and_broadcast(
+        self, request: wishes.Wishes, own_budget: int
+    ) -> Sequence[jax.Array]:
+        limits = meeting.Limits(self.options.stall_timeout, self.options.timeout)
+        session = meeting.open_session("restore", limits)
+        account = report.RestoreReport(jax.process_index(), jax.process_count(), leaves=len(request.wishes))
+        try:
+            # 3. Meet: is everybody here, do all want the same?
+            with _timed(account, "arrive"):
+                agreed_budget = await self._arrive(session, request, own_budget)
+            plan = self._plan(request, agreed_budget)
+            restore = Execution(self, request, plan, self.options.primary_replica_id or 0)
+            # 4. Compile and connect while all are together, so that a late reader harms nobody.
+            with _timed(account, "compile"):
+                await session.together("compile", restore.compile())
+            with _timed(account, "connect"):
+                await session.together("connect", restore.connect(self.options.stall_timeout))
+            # 5.-7. Read a group while the one before it travels.
+            arrays = await self._read_and_exchange(session, restore, account)
+            account.describe(request.leaves, plan)
+        finally:
+            session.close()
+        # 8. Hand over.
+        report.publish(account)
+        logging.info("orbax_ext: restored: %s", account)
+        return arrays
+
+    async def _arrive(self, session: meeting.Session, request: wishes.Wishes, own_budget: int) -> int:
+        wanted = {
+            "tree": digest([request.leaves, request.mesh_infos]),
+            "options": digest(self.options.must_agree()),
+            "orbax_ext": version.__version__,
+            "orbax-checkpoint": version.orbax_version(),
+            "jax": jax.__version__,
+        }
+        arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
+        meeting.check_agreement({process: payload["wanted"] for process, payload in arrivals.items()}, session.hosts)
+        return min(int(payload["budget"]) for payload in arrivals.values())
+
+    async def _read_and_exchange(
+        self, session: meeting.Session, restore: Execution, account: report.RestoreReport
+    ) -> list[jax.Array]:
+        arrays: dict[int, jax.Array] = {}
+        under_way: asyncio.Future[dict[int, jax.Array]] | None = None
+
+        async def finish() -> None:
+            if under_way is not None:
+                with _timed(account, "exchange"):
+                    arrays.update(await under_way)
+
+        for number, group in enumerate(restore.plan.groups):
+            phase = f"read group {number + 1} of {len(restore.plan.groups)}"
+            with _timed(account, "read"):
+                # 6. Meet again before each exchange: one process's read error is raised by all.
+                contributions, _ = await session.together(phase, _both(restore.read(group), finish()))
+            await session.barrier(f"single_replica_pre_broadcast.{number}")
+            under_way = restore.start_exchange(group, contributions, self.options.stall_timeout)
+        direct, _ = await session.together("hand over", _both(restore.read_direct(), finish()))
+        arrays.update(direct)
+        return [arrays[index] for index in range(len(arrays))]
+
+    def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
+        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=budget)
+
+    def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """Upstream's helper with the mesh's axis types kept: the part of a sharding in this process's replica."""
+        info = mesh_lib.describe(sharding.mesh)
+        axes = [info.axis_names[self.replica_axis_index or 0]]
+        table = mesh_lib.by_replica(sharding.mesh, axes)
+        here = jax.process_index()
+        replica = next(row for row, devices in enumerate(table) if any(d.process_index == here for d in devices))
+        return mesh_lib.replica_sharding(sharding, mesh_lib.replica_mesh(sharding.mesh, axes, replica))
+
+
+async def _both(first: Any, second: Any) -> tuple[Any, Any]:
+    """Runs two coroutines at a time and waits for both, also when one fails."""
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results[0], results[1]
+
+
+@contextlib.asynccontextmanager
+async def _one_at_a_time() -> AsyncIterator[None]:
+    """Restores of one process take turns: two at once could meet another process's in the other order."""
+    while not _turn.acquire(blocking=False):
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        _turn.release()
+
+
+@contextlib.contextmanager
+def _timed(account: report.RestoreReport, phase: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        account.spent(phase, time.monotonic() - started)
+
+
+def _log_direct(request: wishes.Wishes, plan: RestorePlan) -> None:
+    if plan.direct:
+        named = {request.wishes[index].leaf.name: reason for index, reason in plan.direct.items()}
+        logging.info(
+            "orbax_ext: %d of %d leaves are read the ordinary way: %s",
+            len(named),
+            len(request.wishes),
+            report.summarize(named),
+        )

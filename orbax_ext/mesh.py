@@ -1,0 +1,62 @@
+"""Replica meshes, and scopes that make them the current mesh whatever the caller has set.
+
+Since JAX's context mesh decides which devices an eager or jitted step may use, every such step of a restore runs
+inside `scope` of the mesh it is meant for (google/orbax #3184).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from orbax_ext.plan import MeshInfo
+
+
+def describe(mesh: Mesh) -> MeshInfo:
+    """The mesh as plain data."""
+    processes = tuple(device.process_index for device in mesh.devices.flat)
+    return MeshInfo(tuple(mesh.axis_names), tuple(mesh.devices.shape), processes)
+
+
+def scope(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Makes `mesh` the current mesh of this thread. Not to be held across an `await`."""
+    context: contextlib.AbstractContextManager[Any] = jax.set_mesh(mesh)
+    return context
+
+
+def by_replica(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
+    """The mesh's devices as a table with a row for each replica along `axes`."""
+    positions = [mesh.axis_names.index(axis) for axis in axes]
+    first = np.moveaxis(mesh.devices, positions, range(len(positions)))
+    replicas = int(np.prod([mesh.devices.shape[position] for position in positions]))
+    return first.reshape(replicas, -1)
+
+
+def replica_mesh(mesh: Mesh, axes: Sequence[str], replica: int) -> Mesh:
+    """The part of a mesh that one replica occupies: the same axes and axis types, of size 1 along `axes`."""
+    sizes = [mesh.devices.shape[mesh.axis_names.index(axis)] for axis in axes]
+    where = dict(zip(axes, np.unravel_index(replica, sizes), strict=True))
+    index = tuple(slice(where[name], where[name] + 1) if name in where else slice(None) for name in mesh.axis_names)
+    return Mesh(mesh.devices[index], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def replica_sharding(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
+    """The same spec on one replica's mesh, in the devices' own memory."""
+    return NamedSharding(mesh, sharding.spec)
+
+
+def normalized_spec(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """For each dimension, the mesh axes that it is sharded over."""
+    entries = [*spec, *([None] * (ndim - len(spec)))]
+    return tuple(_axes_of(entry) for entry in entries)
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,80 @@
+"""Every knob of a restore, in one frozen and validated dataclass. Orbax's own names are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+Strategy = Literal["auto", "single", "direct"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to restore. The defaults need no change on most clusters.
+
+    Attributes:
+      replica_axis: The mesh axis, or axes, along which the state is replicated: a name, an index, or several. By
+        default all mesh axes that no leaf of that mesh is sharded over.
+      replica_axis_index: Orbax's spelling of the same, as an index.
+      primary_replica_id: Which replica reads, counted along the replica axis.
+      strategy: "single": one replica reads and the others receive; "direct": every process reads what it needs, as
+        plain Orbax does; "auto": the one that costs less.
+      broadcast_memory_limit_bytes: Bytes per device that one exchange may take; by default a share of what is free,
+        256 MiB at most. All processes use the smallest value that any of them has.
+      broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
+      stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
+      timeout: Seconds in all after which a restore fails on all of them; None for no such limit.
+    """
+
+    replica_axis: str | int | Sequence[str | int] | None = None
+    replica_axis_index: int | None = None
+    primary_replica_id: int | None = 0
+    strategy: Strategy = "auto"
+    broadcast_memory_limit_bytes: int | None = None
+    broadcast_memory_scaling_factor: float | None = 0.75
+    stall_timeout: float = 300.0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.replica_axis is not None and self.replica_axis_index is not None:
+            raise ValueError(
+                f"Give replica_axis or replica_axis_index, not both: found replica_axis={self.replica_axis!r} and "
+                f"replica_axis_index={self.replica_axis_index!r}."
+            )
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}; found {self.strategy!r}.")
+        if self.primary_replica_id is not None and self.primary_replica_id < 0:
+            raise ValueError(f"primary_replica_id must be 0 or more; found {self.primary_replica_id}.")
+        limit = self.broadcast_memory_limit_bytes
+        if limit is not None and limit <= 0:
+            raise ValueError(f"broadcast_memory_limit_bytes must be positive; found {limit}.")
+        factor = self.broadcast_memory_scaling_factor
+        if factor is not None and not 0 < factor <= 1:
+            raise ValueError(f"broadcast_memory_scaling_factor must be above 0 and at most 1; found {factor}.")
+        if self.stall_timeout <= 0:
+            raise ValueError(f"stall_timeout must be a positive number of seconds; found {self.stall_timeout}.")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"timeout must be a positive number of seconds or None; found {self.timeout}.")
+
+    @property
+    def axes(self) -> tuple[str | int, ...] | None:
+        """The replica axes as given, or None where they are to be inferred."""
+        if self.replica_axis_index is not None:
+            return (self.replica_axis_index,)
+        if self.replica_axis is None:
+            return None
+        if isinstance(self.replica_axis, (str, int)):
+            return (self.replica_axis,)
+        return tuple(self.replica_axis)
+
+    def must_agree(self) -> dict[str, Any]:
+        """The knobs that shape the plan, and so must be the same on every process."""
+        return {
+            "replica axes": self.axes,
+            "primary_replica_id": self.primary_replica_id,
+            "strategy": self.strategy,
+        }
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Options))

@@ -1,0 +1,7 @@
+"""What a restore will do, worked out from plain data: no devices, no I/O, the same on every process."""
+
+from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.planner import Group, RestorePlan, make_plan
+from orbax_ext.plan.topology import MeshInfo
+
+__all__ = ["Group", "Leaf", "MeshInfo", "RestorePlan", "make_plan"]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from orbax_ext import lab
+from tests.multiprocess import world
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[lab.Cluster]:
+    """The reporter's topology: 4 processes x 8 devices."""
+    with lab.Cluster(processes=4, devices=8) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def half_cluster() -> Iterator[lab.Cluster]:
+    """4 processes x 4 devices: with mesh (1, 2, 8) a replica spans two processes."""
+    with lab.Cluster(processes=4, devices=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def saved(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of `world.STATE`, saved once by plain Orbax. Nothing may write to it."""
+    path = str(tmp_path_factory.mktemp("saved") / "checkpoint")
+    cluster.run(world.save, path, world.STATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def orbax() -> tuple[int, ...]:
+    """The installed Orbax release, such as (0, 11, 33)."""
+    return tuple(int(part) for part in importlib.metadata.version("orbax-checkpoint").split("+")[0].split("."))
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> str:
+    return str(tmp_path / "checkpoint")
