@@ -65,7 +65,7 @@ DEFECTS = (
     Defect(
         id="inexact",
         title="The broadcast changes data",
-        effect="bool and short integers come back as 32-bit ones, -0.0 as +0.0, denormals as 0, NaNs altered; int4 crashes",
+        effect="bool and short integers become 32-bit ones, -0.0 becomes +0.0, denormals 0, NaNs others; int4 crashes",
         breaks=True,
         patch="03-exact-broadcast",
         probe="inexact",
@@ -89,7 +89,7 @@ DEFECTS = (
     Defect(
         id="plain-args",
         title="Refuses plain restore arguments",
-        effect="`ArrayRestoreArgs` and `StandardRestore` are errors; a leaf without shape or dtype fails on non-primaries only",
+        effect="`ArrayRestoreArgs` and `StandardRestore` are errors, a missing shape or dtype only on non-primaries",
         breaks=False,
         probe="plain_args",
     ),

@@ -117,7 +117,9 @@ def parse(name: str, text: str) -> Patch:
             if _field(lines[at + 3], "+++ b/") != path:
                 raise PatchError("the two paths differ")
         except (PatchError, IndexError) as error:
-            raise PatchError(f"{name}: line {at + 1} after the header does not begin a file's changes: {error}") from None
+            raise PatchError(
+                f"{name}: line {at + 1} after the header does not begin a file's changes: {error}"
+            ) from None
         hunks, at = _parse_hunks(name, lines, at + 4)
         files.append(FilePatch(path, before, result, hunks))
     if not files:

@@ -5,6 +5,8 @@ python -m tools.check_patches
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
@@ -49,7 +51,9 @@ def check(series: patching.Series, root: Path) -> None:
 
 
 def run_patch(root: Path, *how: str) -> None:
-    if code := cli.main(["patch", "--to", str(root), "--json", *how]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = cli.main(["patch", "--to", str(root), *how])
+    if code:
         raise AssertionError(f"orbax-ext patch --to {root} {' '.join(how)} exited with {code}")
 
 

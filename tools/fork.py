@@ -63,12 +63,14 @@ def fork_metadata(metadata: bytes, release: str, version: str) -> bytes:
         if line == f"Version: {release}":
             line = f"Version: {version}"
         elif line.startswith("Summary: "):
-            line += f" (with the patches of orbax_ext, not a release of the Orbax authors)"
+            line += " (with the patches of orbax_ext, not a release of the Orbax authors)"
         lines.append(line)
         if line.startswith("License-File: "):
             lines.append("License-File: NOTICE")
     if f"Version: {version}" not in lines or "License-File: NOTICE" not in lines:
-        raise ValueError(f"METADATA of {release} has no Version: {release} or no License-File; cannot make a fork of it.")
+        raise ValueError(
+            f"METADATA of {release} has no Version: {release} or no License-File; cannot make a fork of it."
+        )
     return ("\n".join(lines) + blank + description).encode()
 
 
@@ -77,9 +79,9 @@ def notice(series: patching.Series, version: str) -> str:
     lines = [
         f"orbax-checkpoint {version}",
         "",
-        f"This is orbax-checkpoint {series.release} by the Orbax Authors, under the Apache License, Version 2.0 (LICENSE",
-        "beside this file), with patches by the orbax_ext project under the same licence. It is not a release of the",
-        "Orbax Authors. All copyright notices of the original are kept. Changed files:",
+        f"This is orbax-checkpoint {series.release} by the Orbax Authors, under the Apache License, Version 2.0",
+        "(LICENSE beside this file), with patches by the orbax_ext project under the same licence. It is not a",
+        "release of the Orbax Authors. All copyright notices of the original are kept. Changed files:",
         "",
         *(f"  {path}" for path in series.results),
         "",

@@ -54,8 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     wanted = generate()
     found = {path: path.read_text() for path in releases.PATCHES.glob("[0-9]*/*")}
-    stale = sorted(str(path.relative_to(releases.ROOT)) for path in wanted.keys() | found.keys()
-                   if wanted.get(path) != found.get(path))
+    stale = sorted(
+        str(path.relative_to(releases.ROOT))
+        for path in wanted.keys() | found.keys()
+        if wanted.get(path) != found.get(path)
+    )
     if check:
         print(f"patches/: {len(wanted)} files, {len(stale)} differ from what patches/source makes", *stale, sep="\n  ")
         return 1 if stale else 0
@@ -164,7 +167,9 @@ def scope_of(module: ast.Module, dotted: str) -> Scope:
 
 def first(scope: Scope, wanted: Callable[[ast.stmt], bool], place: str) -> ast.stmt:
     """The topmost statement, of those that hold no other statements, that is wanted."""
-    found = [node for node in ast.walk(scope) if isinstance(node, ast.stmt) and not hasattr(node, "body") and wanted(node)]
+    found = [
+        node for node in ast.walk(scope) if isinstance(node, ast.stmt) and not hasattr(node, "body") and wanted(node)
+    ]
     if not found:
         raise ValueError(f"There is no place {place!r}.")
     return min(found, key=lambda node: node.lineno)

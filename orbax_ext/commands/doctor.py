@@ -74,7 +74,9 @@ def judge(defect: Defect, release: str, files: checkup.Files, probed: dict[str, 
 
 def broken(findings: Sequence[Finding], checks: Sequence[checkup.Check], *, registered: bool) -> list[str]:
     """What would break a restore, by name."""
-    found = [] if registered else [finding.defect.id for finding in findings if finding.present and finding.defect.breaks]
+    found = (
+        [] if registered else [finding.defect.id for finding in findings if finding.present and finding.defect.breaks]
+    )
     return [*found, *(check.name for check in checks if check.state == "bad")]
 
 

@@ -42,8 +42,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tree = read_tree(args.to, patching.load_all())
-    series, state = identify(args.to, tree)
+    known = patching.load_all()
+    tree = read_tree(args.to, known)
+    candidates, state = identify(args.to, tree, known)
+    series = candidates[-1]  # those of a few releases are the same, and so are their patches
     if args.check:
         did, code = "checked", EXIT_OK if state == "patched" else EXIT_BAD_VERDICT
     elif args.reverse:
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if state == "original":
             write_tree(args.to, patching.apply(series, tree))
             state = "patched"
-    _print(args, series, state, did)
+    _print(args, [series.release for series in candidates], series, state, did)
     return code
 
 
@@ -71,13 +73,14 @@ def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str,
     return {path: (root / path).read_bytes() for path in sorted(paths)}
 
 
-def identify(root: pathlib.Path, tree: Mapping[str, bytes]) -> tuple[patching.Series, str]:
-    """The release that the files are of, and whether they are "original" or "patched"."""
-    known = patching.load_all()
-    for series in reversed(known):
-        state = patching.state(series, tree)
-        if state != "other":
-            return series, state
+def identify(
+    root: pathlib.Path, tree: Mapping[str, bytes], known: Sequence[patching.Series]
+) -> tuple[list[patching.Series], str]:
+    """The releases that the files are of, and whether they are "original" or "patched"."""
+    for state in ("original", "patched"):
+        found = [series for series in known if patching.state(series, tree) == state]
+        if found:
+            return found, state
     raise UserError("\n".join(_why_unknown(root, tree, known)))
 
 
@@ -121,12 +124,12 @@ def write_tree(root: pathlib.Path, files: Mapping[str, bytes]) -> None:
                 os.unlink(name)
 
 
-def _print(args: argparse.Namespace, series: patching.Series, state: str, did: str) -> None:
+def _print(args: argparse.Namespace, releases: Sequence[str], series: patching.Series, state: str, did: str) -> None:
     patches = [patch.name for patch in series.patches]
     if args.json:
-        print(json.dumps({"release": series.release, "state": state, "did": did, "patches": patches}))
+        print(json.dumps({"releases": releases, "state": state, "did": did, "patches": patches}))
         return
-    print(f"{args.to}: Orbax with the files of {series.release}, {state} ({did})")
+    print(f"{args.to}: Orbax {' or '.join(releases)}, {state} ({did})")
     for patch in series.patches:
         title = patch.header.splitlines()[0].removeprefix("Description: ")
         print(f"  {patch.name:34} {title}")

@@ -100,7 +100,9 @@ def differences(found: Tree, wanted: Tree) -> dict[str, str]:
         array = found[name]
         if array.dtype != value.dtype:
             wrong[name] = f"{value.dtype} came back as {array.dtype}"
-        elif any(np.asarray(shard.data).tobytes() != value[shard.index].tobytes() for shard in array.addressable_shards):
+        elif any(
+            np.asarray(shard.data).tobytes() != value[shard.index].tobytes() for shard in array.addressable_shards
+        ):
             wrong[name] = "other bytes"
     return wrong
 
@@ -128,7 +130,7 @@ def restore_with_late_reader(path: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _slow_reads() -> Iterator[None]:
-    module = importlib.import_module("orbax.checkpoint._src.serialization.jax_array_handlers")
+    module: Any = importlib.import_module("orbax.checkpoint._src.serialization.jax_array_handlers")
     read = module._deserialize_arrays
 
     async def late(*args: Any, **kwargs: Any) -> Any:
