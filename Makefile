@@ -13,8 +13,10 @@
 PYTHON ?= python3
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
-PYTHON311 ?= python3.11
-PYTHON313 ?= python3.13
+# Other Pythons are looked for on the path, then among pyenv's.
+find_python = $(or $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/dev/null),$(shell pyenv prefix $(1) 2>/dev/null)/bin/python$(1))
+PYTHON311 ?= $(call find_python,3.11)
+PYTHON313 ?= $(call find_python,3.13)
 
 .PHONY: demo test test-oldest test-newest test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
 

@@ -170,5 +170,5 @@ def test_places_are_found_in_the_code(place: str, next_line: str) -> None:
 
 @pytest.mark.parametrize("place", ["before third", "before call missing in first", "somewhere near first"])
 def test_a_place_that_is_not_there_is_an_error(place: str) -> None:
-    with pytest.raises(ValueError, match="no|Unknown place"):
+    with pytest.raises(ValueError, match=r"There is no|Unknown place"):
         generate_patches.find(ast.parse(SOURCE), place)

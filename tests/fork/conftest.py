@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,18 @@ class Installation:
     release: str
     patched: bool
     cluster: lab.Cluster
+    python: str
     directory: pathlib.Path
 
     def restored(self, outcomes: list[lab.Outcome]) -> bool:
         """Whether every process got every leaf, bit for bit."""
         return all(outcome.ok and outcome.value == {} for outcome in outcomes)
+
+    def doctor(self) -> tuple[int, dict[str, Any]]:
+        """The exit code and the report of `orbax-ext doctor` in this environment."""
+        command = [self.python, "-m", "orbax_ext.cli", "doctor", "--json"]
+        done = subprocess.run(command, cwd=releases.ROOT, capture_output=True, text=True, timeout=300, check=False)
+        return done.returncode, json.loads(done.stdout)
 
     def older_than(self, release: str) -> bool:
         return version.numbers(self.release) < version.numbers(release)
@@ -48,7 +57,7 @@ def orbax(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with lab.Cluster(4, 4, python=str(python), log_dir=directory / "logs") as cluster:
         wanted = f"{release}+ext.{fork.FORK}" if kind == "fork" else release
         assert set(cluster.run(scenarios.installed_version)) == {wanted}
-        yield Installation(release, kind == "fork", cluster, directory)
+        yield Installation(release, kind == "fork", cluster, str(python), directory)
 
 
 def _environment(release: str, wheel: pathlib.Path) -> pathlib.Path:

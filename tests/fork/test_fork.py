@@ -103,3 +103,17 @@ def test_a_process_that_does_not_come_is_named(orbax: Installation, checkpoint: 
         assert outcome.failure
         assert outcome.failure.type == "TimeoutError"
         assert "waited before the broadcast for processes [3]" in outcome.failure.message
+
+
+def test_doctor_tells_the_fork_from_the_release(orbax: Installation) -> None:
+    code, found = orbax.doctor()
+    present = {defect["id"] for defect in found["defects"] if defect["present"] and defect["breaks_restore"]}
+    if orbax.patched:
+        assert (code, present) == (0, set())
+        assert found["orbax_files"]["state"] == "patched"
+    else:
+        fixed = set() if orbax.older_than("0.11.40") else {"set-mesh"}
+        assert (code, present) == (
+            1,
+            {"set-mesh", "late-reader", "inexact", "lone-error", "save-after-restore"} - fixed,
+        )
