@@ -47,4 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from orbax_ext import cli  # as the commands know it, so that UserError is one class
+
+    sys.exit(cli.main())

@@ -86,21 +86,27 @@ def identify(
 
 def _why_unknown(root: pathlib.Path, tree: Mapping[str, bytes], known: Sequence[patching.Series]) -> list[str]:
     lines = [f"the files in {root} are not those of a release that there are patches for. Nothing was changed."]
-    for path, data in tree.items():
-        found = patching.sha256(data)
-        as_released = [series.release for series in known if series.originals.get(path) == found]
-        as_patched = [series.release for series in known if series.results.get(path) == found]
-        lines.append(f"  {path}")
-        lines.append(f"    found     {found} {_whose(as_released, as_patched)}")
-        lines.append(f"    expected  one of those in the patches of {known[0].release} to {known[-1].release}")
-    lines.append("  Put back the released files first, or build an installable fork with: make fork ORBAX=<release>")
-    return lines
+    found = {path: patching.sha256(data) for path, data in tree.items()}
+    likely = [series for series in known if any(_whose(series, path, digest) for path, digest in found.items())]
+    for path, digest in found.items():
+        whose = [
+            f"{_whose(series, path, digest)} {series.release}" for series in likely if _whose(series, path, digest)
+        ]
+        lines += [
+            f"  {path}",
+            f"    found     {digest} ({', '.join(whose) or 'changed by someone, or another release'})",
+        ]
+        for series in likely if not whose else ():
+            lines.append(f"    expected  {series.originals[path]} (as released in {series.release})")
+    if not likely:
+        lines.append(f"  expected are the files of a release from {known[0].release} to {known[-1].release}")
+    return [*lines, "  Put the released files back first, or start from a fork: make fork ORBAX=<release>"]
 
 
-def _whose(as_released: Sequence[str], as_patched: Sequence[str]) -> str:
-    if as_released:
-        return f"(as released in {', '.join(as_released)})"
-    return f"(as patched for {', '.join(as_patched)})" if as_patched else "(changed by someone, or another release)"
+def _whose(series: patching.Series, path: str, digest: str) -> str:
+    if series.originals[path] == digest:
+        return "as released in"
+    return "as patched for" if series.results[path] == digest else ""
 
 
 def write_tree(root: pathlib.Path, files: Mapping[str, bytes]) -> None:
