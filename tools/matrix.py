@@ -26,6 +26,13 @@ from tools import docs, releases
 RESULTS = releases.ROOT / "build" / "matrix.json"
 BUILD = releases.ROOT / "BUILD.md"
 _LIMIT = 3600.0  # seconds for one run of the tests
+_VERIFY = """if True:
+    import sys
+    from importlib.metadata import version
+    found = [version("orbax-checkpoint"), version("jax"), "%d.%d" % sys.version_info[:2]]
+    found == sys.argv[1:] or sys.exit(f"expected {sys.argv[1:]}, found {found}")
+"""
+_TESTS = ("-m", "core", "tests")
 _NEWEST_JAX = {"3.11": "0.10.2", "3.13": "0.12.0.1"}  # the newest that runs on this Python
 _PINS = {"3.11": "newest", "3.13": "python313"}
 _UNDECLARED = {"0.11.34": ("flax",)}  # imports it without asking for it
@@ -108,8 +115,9 @@ def test(cell: Cell, home: pathlib.Path) -> dict[str, Any]:
     packages = ["-e", ".[test]", *_UNDECLARED.get(cell.orbax, ())]
     try:
         run(python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
+        run(python, "-c", _VERIFY, cell.orbax, cell.jax, cell.python)
         with log.open("w") as output:
-            command = [python, "-m", "pytest", "-m", "core", "tests", "-q", f"--junitxml={report}"]
+            command = [python, "-m", "pytest", *_TESTS, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             subprocess.run(command, cwd=releases.ROOT, stdout=output, stderr=output, timeout=_LIMIT, check=False)
         suite = next(ElementTree.parse(report).iter("testsuite"))
         counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
