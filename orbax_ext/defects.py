@@ -98,6 +98,7 @@ DEFECTS = (
         title="One mesh for all leaves",
         effect="leaves on other meshes, 1-D meshes, a replica axis of size 1 and leaves sharded on it raise",
         breaks=False,
+        probe="one_mesh",
     ),
     Defect(
         id="axis-types",
@@ -111,12 +112,14 @@ DEFECTS = (
         title="Drops the memory kind",
         effect="`pinned_host` arrays silently come back in device memory",
         breaks=False,
+        probe="memory_kind",
     ),
     Defect(
         id="random-keys",
         title="Typed random keys come back raw",
         effect="a `jax.random.key` leaf comes back as uint32 data",
         breaks=False,
+        probe="random_keys",
     ),
     Defect(
         id="own-limits",

@@ -19,7 +19,7 @@ from typing import Any
 _RESULT = "orbax_ext.probes: "
 
 
-def run(names: list[str], limit: float = 120.0) -> dict[str, bool | str]:
+def run(names: list[str], limit: float = 240.0) -> dict[str, bool | str]:
     """Whether each named defect is there, or what kept the probe from telling."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     env.pop("XLA_FLAGS", None)  # may set another number of devices
@@ -116,8 +116,56 @@ def axis_types(directory: str) -> bool:
     return bool(found.mesh.axis_types != (explicit, explicit))
 
 
+def one_mesh(directory: str) -> bool:
+    import jax
+    import numpy as np
+
+    value = np.ones((2, 4), np.float32)
+    path = _save(directory, value)
+    over_replicas = jax.sharding.NamedSharding(_mesh(), jax.sharding.PartitionSpec("replica"))
+    try:
+        with _stock_handler():
+            _restore(path, value, over_replicas)
+    except AssertionError:
+        return True
+    return False
+
+
+def memory_kind(directory: str) -> bool:
+    import numpy as np
+
+    value = np.ones((2, 4), np.float32)
+    path = _save(directory, value)
+    with _stock_handler():
+        found = _restore(path, value, _sharding().with_memory_kind("pinned_host"))
+    return bool(found.sharding.memory_kind != "pinned_host")
+
+
+def random_keys(directory: str) -> bool:
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), (2, 4))
+    path = _save(directory, keys)
+    try:
+        with _stock_handler():
+            found = _restore(path, keys)
+    except ValueError:  # Orbax before 0.11.38 takes the shape of the keys for that of their data
+        return True
+    return not jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key)
+
+
 PROBES: dict[str, Callable[[str], bool]] = {
-    function.__name__: function for function in (set_mesh, inexact, save_after_restore, plain_args, axis_types)
+    function.__name__: function
+    for function in (
+        set_mesh,
+        inexact,
+        save_after_restore,
+        plain_args,
+        one_mesh,
+        axis_types,
+        memory_kind,
+        random_keys,
+    )
 }
 
 
@@ -144,11 +192,13 @@ def _save(path: str, value: Any) -> str:
     return f"{path}/saved"
 
 
-def _restore(path: str, like: Any) -> Any:
+def _restore(path: str, like: Any, sharding: Any = None) -> Any:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
-    args = type_handlers.SingleReplicaArrayRestoreArgs(sharding=_sharding(), global_shape=like.shape, dtype=like.dtype)
+    args = type_handlers.SingleReplicaArrayRestoreArgs(
+        sharding=sharding or _sharding(), global_shape=like.shape, dtype=like.dtype
+    )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         item = ocp.args.PyTreeRestore({"leaf": like}, restore_args={"leaf": args})
         return checkpointer.restore(path, args=item)["leaf"]
