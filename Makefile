@@ -38,17 +38,17 @@ fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff format .
 
 docs: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.docs
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.docs
 
 patches: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.generate_patches
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.generate_patches
 
 patches-check: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.check_patches
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.check_patches
 
 fork: $(NEWEST)/.ready
 	@test -n "$(ORBAX)" || { echo 'Which release? Say, for example: make fork ORBAX=0.11.33' >&2; exit 2; }
-	$(NEWEST)/bin/python -m tools.fork $(ORBAX)
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.fork $(ORBAX)
 
 test-fork: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m pytest -m fork tests/fork $(PYTEST_ARGS)
@@ -59,7 +59,7 @@ test-python313: .venv/python313/.ready
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
 test-matrix: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313)
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from tools import docs
 
 from orbax_ext import checkup, cli, defects, patching, probes, version
 from orbax_ext.commands import doctor
-from tools import docs
 
 BY_ID = {defect.id: defect for defect in defects.DEFECTS}
 

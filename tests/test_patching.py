@@ -10,9 +10,9 @@ import subprocess
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tools import generate_patches
 
 from orbax_ext import patching, version
-from tools import generate_patches
 
 HEADER = "Description: adds a line\nOrigin: vendor, orbax_ext"
 OLD, NEW = b"one\ntwo\n", b"one\nadded\ntwo\n"

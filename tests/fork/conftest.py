@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tools import fork, releases
 
 from orbax_ext import lab, version
 from tests.fork import scenarios
-from tools import fork, releases
 
 RELEASES = ("0.11.33", "0.12.3", "0.12.8")  # the oldest, one in the middle, the newest
 _CONSTRAINTS = {"0.11.33": "oldest"}  # else newest

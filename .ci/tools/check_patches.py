@@ -1,6 +1,6 @@
 """Checks the patches against every release: committed as generated, hashes right, apply, compile, reverse.
 
-python -m tools.check_patches
+PYTHONPATH=.ci python -m tools.check_patches
 """
 
 from __future__ import annotations
