@@ -1,7 +1,8 @@
 """What a restore can raise.
 
     RestoreError
-      RestoreFailedError    a process failed; the same error is raised on all, naming it
+      RestoreFailedError    a process failed; the same error is raised on all, naming it. Where all that failed
+                            raised the same built-in type, it is of that type too: `except ValueError` catches it
       RestoreTimeoutError   processes did not arrive or stopped advancing; they are named
       PlanMismatchError     the processes do not agree on what to restore
 
@@ -10,7 +11,9 @@ Bad arguments are plain `ValueError`s that say what was expected, what was found
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 
 
@@ -26,6 +29,7 @@ class ProcessFailure:
     phase: str  # the step of the restore it was in
     error: str  # "ValueError: ..."
     traceback: str = ""
+    kind: str = ""  # the built-in exception that it is, such as "ValueError"
 
 
 class RestoreFailedError(RestoreError):
@@ -34,6 +38,12 @@ class RestoreFailedError(RestoreError):
     def __init__(self, failures: Mapping[int, ProcessFailure]) -> None:
         self.failures = dict(sorted(failures.items()))
         super().__init__(f"restore failed on {_count(self.failures)}:\n  " + "\n  ".join(self._lines()))
+
+    def __str__(self) -> str:  # not KeyError's, which quotes
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:  # its class may be one that has no name to be found by
+        return restore_failed, (self.failures,)
 
     def _lines(self, most: int = 8) -> list[str]:
         """One line for each different failure, with the processes that had it."""
@@ -44,6 +54,31 @@ class RestoreFailedError(RestoreError):
             f"process {', '.join(names[:most])}{' and others' if len(names) > most else ''}, in phase {phase!r}: {error}"
             for (phase, error), names in alike.items()
         ]
+
+
+def restore_failed(failures: Mapping[int, ProcessFailure]) -> RestoreFailedError:
+    """A `RestoreFailedError`, also of the built-in type that all failures have in common if there is one."""
+    kinds = {failure.kind for failure in failures.values()}
+    if len(kinds) == 1:
+        try:
+            return _also(kinds.pop())(failures)
+        except TypeError:  # a type that can't be made from a message, such as UnicodeDecodeError
+            pass
+    return RestoreFailedError(failures)
+
+
+def builtin_kind(error: BaseException) -> str:
+    """The name of the most special built-in exception that an error is."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
+
+
+@functools.cache
+def _also(kind: str) -> type[RestoreFailedError]:
+    # The name comes from another process: it may only ever choose among the built-in exceptions.
+    found = getattr(builtins, kind, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)) or found is Exception:
+        return RestoreFailedError
+    return type(RestoreFailedError.__name__, (RestoreFailedError, found), {"__module__": __name__})
 
 
 class RestoreTimeoutError(RestoreError):

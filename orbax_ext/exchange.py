@@ -30,7 +30,11 @@ _EVERYWHERE = P(("replica", "rest"))
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One device's share of a leaf. A scalar travels as a vector of one element."""
+    """One device's share of a leaf. A scalar travels as a vector of one element.
+
+    Types of less than a byte enter the exchange as bytes: a program that is compiled ahead of time refuses them, since
+    the layout that it expects is never the one that arrays report (seen on JAX 0.9.0 and 0.10.2).
+    """
 
     shape: tuple[int, ...]
     dtype: Any
@@ -38,6 +42,10 @@ class Block:
     @property
     def carried(self) -> tuple[int, ...]:
         return self.shape or (1,)
+
+    @property
+    def carried_dtype(self) -> Any:
+        return jnp.dtype("uint8") if is_sub_byte(self.dtype) else self.dtype
 
 
 class Exchange:
@@ -61,7 +69,8 @@ class Exchange:
             check_vma=False,  # the blocks of a "replica" column differ until the sum
         )
         arguments = [
-            jax.ShapeDtypeStruct(self._global_shape(block), block.dtype, sharding=self._sharding) for block in blocks
+            jax.ShapeDtypeStruct(self._global_shape(block), block.carried_dtype, sharding=self._sharding)
+            for block in blocks
         ]
         with mesh_lib.scope(self._mesh):
             self._programs[blocks] = jax.jit(body, donate_argnums=range(len(blocks))).lower(*arguments).compile()
@@ -106,15 +115,13 @@ def _broadcast(blocks: Sequence[Block], *arrays: jax.Array) -> tuple[jax.Array, 
 
 
 def _encode(array: jax.Array) -> jax.Array:
-    """The same bits as unsigned integers; types of less than a byte get a byte each."""
+    """The same bits as unsigned integers."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.stack([_encode(lax.real(array)), _encode(lax.imag(array))])
     if dtype == jnp.bool_:
         return array.astype(jnp.uint8)
-    bits = _bits(dtype)
-    words = lax.bitcast_convert_type(array, f"uint{bits}")
-    return words.astype(jnp.uint8) if bits < 8 else words
+    return lax.bitcast_convert_type(array, f"uint{_bits(dtype)}")
 
 
 def _decode(words: jax.Array, block: Block) -> jax.Array:
@@ -127,6 +134,10 @@ def _decode(words: jax.Array, block: Block) -> jax.Array:
         return words.astype(jnp.bool_)
     bits = _bits(dtype)
     return lax.bitcast_convert_type(words.astype(f"uint{bits}"), dtype)
+
+
+def is_sub_byte(dtype: Any) -> bool:
+    return dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.complexfloating) and _bits(dtype) < 8
 
 
 def _bits(dtype: Any) -> int:

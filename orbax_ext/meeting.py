@@ -151,12 +151,14 @@ class Session:
             raise
         outcomes = await in_thread(self.meet, phase, mine)
         failed = {
-            process: errors.ProcessFailure(self.hosts[process], phase, outcome["error"], outcome["traceback"])
+            process: errors.ProcessFailure(
+                self.hosts[process], phase, outcome["error"], outcome["traceback"], outcome["kind"]
+            )
             for process, outcome in outcomes.items()
             if "error" in outcome
         }
         if failed:
-            raise errors.RestoreFailedError(failed)
+            raise errors.restore_failed(failed)
         return result  # type: ignore[return-value]
 
     async def barrier(self, name: str) -> None:
@@ -335,7 +337,7 @@ def _failure(error: BaseException) -> Payload:
     """An error as text. Cut to size: it goes to every process."""
     text = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
-    return {"error": text[:_MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
+    return {"error": text[:_MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:], "kind": errors.builtin_kind(error)}
 
 
 class _Alone:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.exchange import Block
+from orbax_ext.exchange import Block, is_sub_byte
 
 OnDevices = Mapping[jax.Device, jax.Array]
 
@@ -29,7 +29,7 @@ async def read(
         return []
     told = [as_array_args(arg, sharding) for arg, sharding in zip(args, shardings, strict=True)]
     arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, told)
-    return [{shard.device: _at_least_1d(shard) for shard in array.addressable_shards} for array in arrays]
+    return [{shard.device: _as_carried(shard) for shard in array.addressable_shards} for array in arrays]
 
 
 def as_array_args(arg: Any, sharding: Any) -> type_handlers.ArrayRestoreArgs:
@@ -49,7 +49,7 @@ class Zeros:
         """`shapes` are those of whole leaves; `shardings` are all on the same replica mesh."""
         self._mesh = shardings[0].mesh
         outputs = tuple(
-            jax.ShapeDtypeStruct(shape or (1,), block.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(shape or (1,), block.carried_dtype, sharding=sharding)
             for block, shape, sharding in zip(blocks, shapes, shardings, strict=True)
         )
 
@@ -66,8 +66,11 @@ class Zeros:
         return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
 
 
-def _at_least_1d(shard: Any) -> jax.Array:
-    if shard.data.ndim:
+def _as_carried(shard: Any) -> jax.Array:
+    """A device's share as it enters an exchange, see `Block`."""
+    sub_byte = is_sub_byte(shard.data.dtype)
+    if shard.data.ndim and not sub_byte:
         return shard.data
-    # By way of the host: an eager reshape would run on whatever mesh the caller has set.
-    return jax.device_put(np.asarray(shard.data).reshape(1), shard.device)
+    # By way of the host: an eager step would run on whatever mesh the caller has set.
+    data = np.atleast_1d(np.asarray(shard.data))
+    return jax.device_put(data.view(np.uint8) if sub_byte else data, shard.device)

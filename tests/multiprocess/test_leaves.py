@@ -1,0 +1,32 @@
+"""Every kind of leaf comes back exactly as plain Orbax restores it, or is refused as plain Orbax refuses it."""
+
+from __future__ import annotations
+
+import pytest
+
+from orbax_ext import lab
+from tests.multiprocess import leaves, plain
+
+ACCEPTED = [name for name in leaves.CASES if not name.startswith("refused")]
+REFUSED = [name for name in leaves.CASES if name.startswith("refused")]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_leaves_come_back_as_plain_orbax_restores_them(cluster: lab.Cluster, path: str, name: str) -> None:
+    found = cluster.run(leaves.compare, path, name, {})
+    plain.agreed(found)
+    assert {each.errors for each in found} == {((), ())}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_plain_orbax_refuses_is_refused_alike_on_all_processes(cluster: lab.Cluster, path: str, name: str) -> None:
+    found = cluster.run(leaves.compare, path, name, {})
+    plain.agreed(found)
+    assert all(each.errors[1] for each in found)
+
+
+def test_a_mesh_that_leaves_processes_out_is_refused_on_all_of_them(cluster: lab.Cluster, path: str) -> None:
+    # Plain Orbax raises this ValueError on the processes without devices, and leaves the others waiting for them.
+    found = cluster.run(leaves.restore_to_some_processes, path, {"strategy": "single"})
+    assert {is_value_error for _, is_value_error in found} == {True}
+    assert all("process 2" in message and "no addressable shards" in message for message, _ in found)
