@@ -51,7 +51,7 @@ class RestoreFailedError(RestoreError):
         for process, failure in self.failures.items():
             alike.setdefault((failure.phase, failure.error), []).append(f"{process} ({failure.host})")
         return [
-            f"process {', '.join(names[:most])}{' and others' if len(names) > most else ''}, in phase {phase!r}: {error}"
+            f"process {', '.join(names[:most])}{' and others' if names[most:] else ''}, in phase {phase!r}: {error}"
             for (phase, error), names in alike.items()
         ]
 

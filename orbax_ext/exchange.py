@@ -30,22 +30,20 @@ _EVERYWHERE = P(("replica", "rest"))
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One device's share of a leaf. A scalar travels as a vector of one element.
-
-    Types of less than a byte enter the exchange as bytes: a program that is compiled ahead of time refuses them, since
-    the layout that it expects is never the one that arrays report (seen on JAX 0.9.0 and 0.10.2).
-    """
+    """One device's share of a leaf: what arrives, and in what form it is handed in."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
-    def carried(self) -> tuple[int, ...]:
+    def carried_shape(self) -> tuple[int, ...]:
+        """A scalar is handed in as a vector of one element."""
         return self.shape or (1,)
 
     @property
     def carried_dtype(self) -> Any:
-        return jnp.dtype("uint8") if is_sub_byte(self.dtype) else self.dtype
+        """Types of less than a byte are handed in as bytes: their layout in memory depends on who made them."""
+        return jnp.dtype("uint8") if _bits(self.dtype) < 8 else self.dtype
 
 
 class Exchange:
@@ -106,7 +104,7 @@ class Exchange:
 
     def _global_shape(self, block: Block) -> tuple[int, ...]:
         """All devices' blocks, one after the other along the first dimension."""
-        return (self._mesh.size * block.carried[0], *block.carried[1:])
+        return (self._mesh.size * block.carried_shape[0], *block.carried_shape[1:])
 
 
 def _broadcast(blocks: Sequence[Block], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -116,12 +114,11 @@ def _broadcast(blocks: Sequence[Block], *arrays: jax.Array) -> tuple[jax.Array, 
 
 def _encode(array: jax.Array) -> jax.Array:
     """The same bits as unsigned integers."""
-    dtype = array.dtype
-    if jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.stack([_encode(lax.real(array)), _encode(lax.imag(array))])
-    if dtype == jnp.bool_:
+    if array.dtype == jnp.bool_:
         return array.astype(jnp.uint8)
-    return lax.bitcast_convert_type(array, f"uint{_bits(dtype)}")
+    return lax.bitcast_convert_type(array, f"uint{_bits(array.dtype)}")
 
 
 def _decode(words: jax.Array, block: Block) -> jax.Array:
@@ -132,15 +129,10 @@ def _decode(words: jax.Array, block: Block) -> jax.Array:
     words = words.reshape(block.shape)
     if dtype == jnp.bool_:
         return words.astype(jnp.bool_)
-    bits = _bits(dtype)
-    return lax.bitcast_convert_type(words.astype(f"uint{bits}"), dtype)
-
-
-def is_sub_byte(dtype: Any) -> bool:
-    return dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.complexfloating) and _bits(dtype) < 8
+    return lax.bitcast_convert_type(words.astype(f"uint{_bits(dtype)}"), dtype)
 
 
 def _bits(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return int(jnp.iinfo(dtype).bits)
-    return int(jnp.finfo(dtype).bits)
+    if dtype == jnp.bool_:
+        return 8
+    return int(jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits)

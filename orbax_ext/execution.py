@@ -48,7 +48,7 @@ class Execution:
             if replica == self._primary:
                 shardings = self._shardings(group, replica)
                 infos, args = [wish.info for wish in chosen], [wish.arg for wish in chosen]
-                parts = await reading.read(self._handler, infos, args, shardings)
+                parts = await reading.read(self._handler, infos, args, shardings, self._blocks(group))
             else:
                 parts = self._zeros_of(group, replica).make()
             for leaf, part in zip(found, parts, strict=True):

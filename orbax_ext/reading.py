@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.exchange import Block, is_sub_byte
+from orbax_ext.exchange import Block
 
 OnDevices = Mapping[jax.Device, jax.Array]
 
@@ -23,13 +23,17 @@ async def read(
     infos: Sequence[Any],
     args: Sequence[Any],
     shardings: Sequence[NamedSharding],
+    blocks: Sequence[Block],
 ) -> list[OnDevices]:
     """Reads this process's shards of the leaves, sharded as told; each leaf as one block per device."""
     if not infos:
         return []
     told = [as_array_args(arg, sharding) for arg, sharding in zip(args, shardings, strict=True)]
     arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, told)
-    return [{shard.device: _as_carried(shard) for shard in array.addressable_shards} for array in arrays]
+    return [
+        {shard.device: _as_carried(shard, block) for shard in array.addressable_shards}
+        for array, block in zip(arrays, blocks, strict=True)
+    ]
 
 
 def as_array_args(arg: Any, sharding: Any) -> type_handlers.ArrayRestoreArgs:
@@ -66,11 +70,8 @@ class Zeros:
         return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
 
 
-def _as_carried(shard: Any) -> jax.Array:
-    """A device's share as it enters an exchange, see `Block`."""
-    sub_byte = is_sub_byte(shard.data.dtype)
-    if shard.data.ndim and not sub_byte:
+def _as_carried(shard: Any, block: Block) -> jax.Array:
+    if shard.data.ndim and block.carried_dtype == block.dtype:
         return shard.data
-    # By way of the host: an eager step would run on whatever mesh the caller has set.
-    data = np.atleast_1d(np.asarray(shard.data))
-    return jax.device_put(data.view(np.uint8) if sub_byte else data, shard.device)
+    # By way of the host: an eager reshape or cast would run on whatever mesh the caller has set.
+    return jax.device_put(np.asarray(shard.data).reshape(block.carried_shape).view(block.carried_dtype), shard.device)

@@ -43,7 +43,7 @@ def last_report() -> RestoreReport | None:
     return _last
 
 
-def publish(report: RestoreReport) -> None:
+def publish(report: RestoreReport | None) -> None:
     global _last
     _last = report
 

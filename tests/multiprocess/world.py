@@ -28,7 +28,7 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: str
-    spec: PartitionSpec = PartitionSpec()
+    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009, immutable
     memory_kind: str | None = None
 
 
@@ -60,10 +60,10 @@ STATE = {
 
 def host_data(specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
     """Random bytes for each leaf, so that NaN payloads, -0.0 and denormals all occur; the same on every process."""
-    return {name: _random(index, spec) for index, (name, spec) in enumerate(sorted(specs.items()))}
+    return {name: random_array(index, spec) for index, (name, spec) in enumerate(sorted(specs.items()))}
 
 
-def _random(seed: int, spec: Spec) -> np.ndarray:
+def random_array(seed: int, spec: Spec) -> np.ndarray:
     dtype = jnp.dtype(spec.dtype)
     random = np.random.default_rng(seed)
     if spec.dtype == "bool":
@@ -90,7 +90,7 @@ def shardings(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, NamedSharding]
 def make_state(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, jax.Array]:
     where, data = shardings(specs, mesh), host_data(specs)
     return {
-        name: jax.make_array_from_callback(spec.shape, where[name], lambda index, name=name: data[name][index])  # type: ignore[misc]
+        name: jax.make_array_from_callback(spec.shape, where[name], lambda index, name=name: data[name][index])
         for name, spec in specs.items()
     }
 
