@@ -105,7 +105,7 @@ def handler_for_v1(context: Any, stock: type_handlers.ArrayHandler) -> type_hand
     knobs = compat.v1_knobs(context)
     if knobs is None and _replaced and isinstance(stock, type_handlers.SingleReplicaArrayHandler):
         _, knobs = _replaced[-1]
-    if knobs is None or stock.has_dispatcher:  # Pathways has a way of its own
+    if knobs is None or stock._dispatcher is not None:  # Pathways has a way of its own
         return stock
     return handler_like(stock, knobs)
 

@@ -16,7 +16,7 @@ def failure(kind: str) -> ProcessFailure:
     "kind", [ValueError, KeyError, FileNotFoundError, RuntimeError, TypeError, NotImplementedError]
 )
 def test_a_failure_can_be_caught_as_the_built_in_type_that_was_raised(kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="process 1 .*no such leaf") as caught:
+    with pytest.raises(kind, match=r"process 1 .*no such leaf") as caught:
         raise errors.restore_failed({1: failure(kind.__name__)})
     assert isinstance(caught.value, RestoreFailedError)
     assert str(caught.value).startswith("restore failed on 1 process")
