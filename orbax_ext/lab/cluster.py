@@ -179,7 +179,7 @@ class Cluster:
 
     def _launch(self, rank: int, coordinator: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        setup = Setup(rank, self.processes, coordinator, tuple(sys.path))
+        setup = Setup(rank, self.processes, coordinator, *_search_path(self._python))
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -285,6 +285,17 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _search_path(python: str) -> tuple[tuple[str, ...], bool]:
+    """Where the processes shall look for modules, and whether nowhere else.
+
+    Another environment's interpreter has its own packages; it needs to find the caller's own modules besides.
+    """
+    if python == sys.executable:
+        return tuple(sys.path), True
+    installed = (sys.prefix, sys.base_prefix)
+    return tuple(entry for entry in sys.path if not os.path.abspath(entry).startswith(installed)), False
 
 
 def _package_root() -> str:
