@@ -94,3 +94,27 @@ def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:
 def v1_knobs(context: Any) -> dict[str, Any] | None:
     """The knobs that a v1 Context carries, or None if it is not one of ours."""
     return getattr(context.array_options.loading, _V1_KNOBS, None)
+
+
+class LonelyClient:
+    """Stands in for the coordination service's client in a job of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._values[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self._values:
+            raise KeyError(f"NOT_FOUND: {key}")
+        return self._values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self._values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        return self._values[key]

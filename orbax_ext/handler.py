@@ -14,8 +14,8 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import agreement, compat, meeting, report, storage_metrics, version, wishes
 from orbax_ext import budget as budget_lib
-from orbax_ext import compat, meeting, report, version, wishes
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
 from orbax_ext.options import Options
@@ -87,9 +87,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         self, request: wishes.Wishes, own_budget: int
     ) -> Sequence[jax.Array]:
         limits = meeting.Limits(self.options.stall_timeout, self.options.timeout)
-        session = meeting.open_session("restore", limits)
         account = report.RestoreReport(jax.process_index(), jax.process_count(), leaves=len(request.wishes))
-        try:
+        with meeting.open_session("restore", limits, storage_metrics.bytes_read) as session:
             # 3. Meet: is everybody here, do all want the same?
             with _timed(account, "arrive"):
                 agreed_budget = await self._arrive(session, request, own_budget)
@@ -102,24 +101,22 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 await session.together("connect", restore.connect(self.options.stall_timeout))
             # 5.-7. Read a group while the one before it travels.
             arrays = await self._read_and_exchange(session, restore, account)
-            account.describe(request.leaves, plan)
-        finally:
-            session.close()
         # 8. Hand over.
+        account.describe(request.leaves, plan)
         report.publish(account)
         logging.info("orbax_ext: restored: %s", account)
         return arrays
 
     async def _arrive(self, session: meeting.Session, request: wishes.Wishes, own_budget: int) -> int:
         wanted = {
-            "tree": digest([request.leaves, request.mesh_infos]),
-            "options": digest(self.options.must_agree()),
-            "orbax_ext": version.__version__,
-            "orbax-checkpoint": version.orbax_version(),
-            "jax": jax.__version__,
+            "tree": f"{len(request.leaves)} leaves with digest {digest([request.leaves, request.mesh_infos])}",
+            **{name: repr(value) for name, value in self.options.must_agree().items()},
+            "orbax_ext version": version.__version__,
+            "Orbax version": version.orbax_version(),
+            "JAX version": jax.__version__,
         }
         arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
-        meeting.check_agreement({process: payload["wanted"] for process, payload in arrivals.items()}, session.hosts)
+        agreement.check({process: payload["wanted"] for process, payload in arrivals.items()}, session.hosts)
         return min(int(payload["budget"]) for payload in arrivals.values())
 
     async def _read_and_exchange(

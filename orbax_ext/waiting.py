@@ -1,21 +1,32 @@
-"""Waiting for blocking calls from a coroutine, within a limit."""
+"""Waiting for blocking calls, within a limit.
+
+All threads here are daemons: one that is stuck in a collective or in a call to a service that is gone must keep
+neither the event loop nor the process from ending, as the threads of asyncio's own executor would.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from absl import logging
 
 T = TypeVar("T")
 
+_LOOK_EVERY = 0.5
+
+
+class GivenUpError(Exception):
+    """A call did not come back in time; its thread was left to itself."""
+
 
 async def in_thread(function: Callable[..., T], *args: Any, limit: float | None = None) -> T:
-    """Calls a blocking function in a thread of its own and waits for it, `limit` seconds at most.
-
-    The thread is a daemon: one that is stuck in a collective must keep neither the event loop nor the process from
-    ending, as the threads of asyncio's own executor would.
-    """
+    """Calls a blocking function in a thread of its own and waits for it, `limit` seconds at most (`TimeoutError`)."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -33,5 +44,57 @@ async def in_thread(function: Callable[..., T], *args: Any, limit: float | None 
         except BaseException as error:
             deliver(done.set_exception, error)
 
-    threading.Thread(target=call, daemon=True, name=f"orbax_ext {getattr(function, '__name__', '')}").start()
+    _start(call, getattr(function, "__name__", "call"))
     return await asyncio.wait_for(done, limit)
+
+
+def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
+    """Calls a blocking function in a thread of its own until `deadline()`, which may move on meanwhile."""
+    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            answer.put((True, function()))
+        except BaseException as error:
+            answer.put((False, error))
+
+    _start(call, "watched call")
+    while True:
+        try:
+            good, value = answer.get(timeout=_LOOK_EVERY)
+        except queue.Empty:
+            if time.monotonic() > deadline():
+                raise GivenUpError from None
+            continue
+        if good:
+            return value
+        raise value
+
+
+class Ticker:
+    """Calls a function every so often, in a thread of its own, as long as a `with` block lasts."""
+
+    def __init__(self, function: Callable[[], None], every: float) -> None:
+        self._function = function
+        self._every = every
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        _start(self._tick, "ticker")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stop.set()
+
+    def _tick(self) -> None:
+        while not self._stop.wait(self._every):
+            try:
+                self._function()
+            except Exception as error:  # those who wait for news will do without
+                logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
+
+
+def _start(function: Callable[[], None], name: str) -> None:
+    threading.Thread(target=function, daemon=True, name=f"orbax_ext {name}").start()

@@ -335,7 +335,10 @@ def compare(path: str, name: str, knobs: dict[str, Any]) -> plain.Comparison:
 def _args(wanted: Any) -> Any:
     if wanted is None:
         return ocp.args.PyTreeRestore()
-    is_args = lambda node: isinstance(node, ocp.RestoreArgs)  # noqa: E731
+
+    def is_args(node: Any) -> bool:
+        return isinstance(node, ocp.RestoreArgs)
+
     restore_args = jax.tree.map(
         lambda leaf: leaf if is_args(leaf) else ocp.checkpoint_utils.construct_restore_args(leaf),
         wanted,

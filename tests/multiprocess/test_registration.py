@@ -149,18 +149,9 @@ def restore_what_cannot_be_broadcast(path: str) -> tuple[list[str], list[str]]:
     here = SingleDeviceSharding(jax.local_devices()[0])
     abstract = world.abstract_state(specs, made)
     abstract["alone"] = jax.ShapeDtypeStruct((8,), "int8", sharding=here)
-    lines: list[str] = []
-    from absl import logging
-
-    original = logging.info
-    logging.info = lambda text, *args: lines.append(text % args)
-    try:
-        with orbax_ext.registered(replica_axis="dp"), ocp.CheckpointManager(path) as manager:
-            restored = manager.restore(
-                0, args=ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
-            )
-    finally:
-        logging.info = original
+    with world.logged() as lines, orbax_ext.registered(replica_axis="dp"), ocp.CheckpointManager(path) as manager:
+        args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
+        restored = manager.restore(0, args=args)
     found = [] if restored["alone"].sharding == here else ["alone: sharding"]
     if world.bits(restored["alone"]) != world.host_data(specs)["alone"].tobytes():
         found.append("alone: bytes")

@@ -26,6 +26,7 @@ WIDTH, HIDDEN, BATCH = 8, 32, 16
 class Trainer(Protocol):
     """A model and its optimizer on a mesh with axes dp and tp."""
 
+    def __init__(self, mesh: Mesh) -> None: ...
     def step(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Trains on a batch and returns the loss."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -183,6 +184,22 @@ def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if kind == "other mesh":
         return jax.set_mesh(Mesh(np.array(jax.local_devices()), ("mine",)))
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that absl's logger gets meanwhile."""
+    lines: list[str] = []
+    logger, collector = logging.getLogger("absl"), logging.Handler()
+    collector.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(collector)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
 
 
 def knobs_for(how: str, mesh: MeshSpec, axis: str) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""The local cluster itself."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from orbax_ext import lab
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[lab.Cluster]:
+    with lab.Cluster(processes=2, devices=2) as running:
+        yield running
+
+
+def test_functions_run_one_after_another_on_all_processes(pair: lab.Cluster) -> None:
+    assert pair.run(who_am_i) == [(0, 2, 4), (1, 2, 4)]
+    first = pair.pids
+    assert pair.run(add, 1, by=2) == [3, 3]
+    assert pair.pids == first
+
+
+def test_a_failure_shows_the_traceback_and_the_log_of_the_process(pair: lab.Cluster) -> None:
+    with pytest.raises(lab.RunFailedError) as caught:
+        pair.run(fail_on_1)
+    assert "process 1 raised KeyError: 'missing'" in str(caught.value)
+    assert "in fail_on_1" in str(caught.value)
+    assert "about to fail" in str(caught.value)
+    assert [outcome.state for outcome in caught.value.outcomes] == ["returned", "raised"]
+    assert pair.run(add, 1) == [2, 2]  # the cluster is still there
+
+
+def test_a_hang_ends_at_the_limit_and_shows_where(pair: lab.Cluster) -> None:
+    with pytest.raises(lab.RunFailedError, match="process 0 timed out") as caught:
+        pair.run(hang, timeout=2)
+    assert "in hang" in str(caught.value)
+    assert pair.run(add, 1) == [2, 2]  # in new processes
+
+
+def test_a_process_that_dies_is_reported_and_replaced(pair: lab.Cluster) -> None:
+    outcomes = pair.outcomes(die_on_1, timeout=10)
+    assert outcomes[1].state == "died"
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert pair.run(add, 1) == [2, 2]
+
+
+def test_no_process_is_left_behind() -> None:
+    with lab.Cluster(processes=2) as cluster:
+        pids = cluster.pids
+        cluster.outcomes(ignore_sigterm, timeout=1)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_function_that_cannot_be_found_by_name_is_refused(pair: lab.Cluster) -> None:
+    with pytest.raises(ValueError, match="must be a module's own function"):
+        pair.run(lambda: 1)
+
+
+def test_a_users_own_script_works(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from orbax_ext import lab\n"
+        "def count():\n"
+        "    import jax\n"
+        "    return jax.device_count()\n"
+        "if __name__ == '__main__':\n"
+        "    with lab.Cluster(processes=2, devices=3) as cluster:\n"
+        "        print(cluster.run(count))\n"
+    )
+    root = pathlib.Path(lab.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "[6, 6]\n", done.stderr
+
+
+# Run on the processes.
+
+
+def who_am_i() -> tuple[int, int, int]:
+    import jax
+
+    return jax.process_index(), jax.process_count(), jax.device_count()
+
+
+def add(number: int, by: int = 1) -> int:
+    return number + by
+
+
+def fail_on_1() -> None:
+    import jax
+
+    if jax.process_index() == 1:
+        print("about to fail")
+        raise KeyError("missing")
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def die_on_1() -> None:
+    import jax
+
+    if jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
