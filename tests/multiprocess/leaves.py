@@ -346,3 +346,27 @@ def _args(wanted: Any) -> Any:
     )
     item = jax.tree.map(lambda leaf: 0 if is_args(leaf) else leaf, wanted, is_leaf=is_args)
     return ocp.args.PyTreeRestore(item, restore_args=restore_args)
+
+
+def restore_with_a_bad_disk(path: str, name: str, rank: int) -> tuple[str, list[str]]:
+    """Restores a case while one process can't read; returns the error's text and the types it can be caught as."""
+    from orbax.checkpoint._src.serialization import serialization
+
+    found = CASES[name]()
+    original = serialization.async_deserialize
+
+    async def fail(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError("no such chunk")
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(found.saved))
+        if jax.process_index() == rank:
+            serialization.async_deserialize = fail
+        try:
+            with orbax_ext.registered(strategy="single", stall_timeout=60):
+                checkpointer.restore(path, args=_args(found.wanted))
+        except Exception as error:
+            return str(error), [kind.__name__ for kind in type(error).__mro__]
+        finally:
+            serialization.async_deserialize = original
+    raise AssertionError("it was restored")

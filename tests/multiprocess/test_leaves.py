@@ -30,3 +30,14 @@ def test_a_mesh_that_leaves_processes_out_is_refused_on_all_of_them(cluster: lab
     found = cluster.run(leaves.restore_to_some_processes, path, {"strategy": "single"})
     assert {is_value_error for _, is_value_error in found} == {True}
     assert all("process 2" in message and "no addressable shards" in message for message, _ in found)
+
+
+@pytest.mark.parametrize("name", ["one_dimensional_mesh", "fully_sharded"])
+def test_one_process_that_cannot_read_fails_all_with_the_type_of_its_error(
+    cluster: lab.Cluster, path: str, name: str
+) -> None:
+    """Broadcast or read the ordinary way: nobody is left alone with half a state."""
+    for message, types in cluster.run(leaves.restore_with_a_bad_disk, path, name, 0):
+        assert "process 0 " in message
+        assert "no such chunk" in message
+        assert {"RestoreFailedError", "FileNotFoundError"} <= set(types)
