@@ -6,6 +6,7 @@ No other module imports from `orbax.checkpoint._src`, `orbax.checkpoint.experime
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -44,19 +45,24 @@ def array_handler_settings(handler: type_handlers.ArrayHandler) -> dict[str, Any
     return {name: getattr(handler, f"_{name}") for name in array_handler_parameters() if hasattr(handler, f"_{name}")}
 
 
-async def random_key_impls(handler: type_handlers.ArrayHandler, checkpoint_dir: Any) -> dict[str, str]:
-    """Names of the leaves that were saved as typed PRNG keys, with the key implementation of each."""
+@dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """What the checkpoint's own list of arrays says of one of them."""
+
+    chunk: tuple[int, ...]
+    key_impl: str  # of a typed PRNG key; empty for all else
+
+
+async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any) -> dict[str, SavedArray]:
+    """The list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if it has none."""
     store = handler._array_metadata_store
-    if store is None:
-        return {}
-    by_process = await store.read(checkpoint_dir=checkpoint_dir)
+    by_process = await store.read(checkpoint_dir=checkpoint_dir) if store is not None else None
     if not by_process:
         return {}
     found = {}
     for metadata in next(iter(by_process.values())):
-        impl = (getattr(metadata, "ext_metadata", None) or {}).get(array_metadata_lib.RANDOM_KEY_IMPL)
-        if impl:
-            found[metadata.param_name] = impl
+        impl = (metadata.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")
+        found[metadata.param_name] = SavedArray(tuple(metadata.chunk_shape), impl)
     return found
 
 

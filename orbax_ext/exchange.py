@@ -1,4 +1,4 @@
-"""The collectives that carry data from the replica that has it to the others, bit for bit.
+"""The collectives that carry data from the replicas that have it to the others, bit for bit.
 
 Programs run on a private mesh with two axes: "replica", and "rest" for the position inside a replica. A device's
 share of a leaf (a block) is all they see, so neither the caller's mesh, axis types nor specs matter to them, and
@@ -12,7 +12,7 @@ one are zero are exact.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +46,84 @@ class Block:
         return jnp.dtype("uint8") if _bits(self.dtype) < 8 else self.dtype
 
 
+@dataclasses.dataclass(frozen=True)
+class SumOp:
+    """One replica has the block, the others zeros; all receive the block."""
+
+    block: Block
+
+    @property
+    def operand(self) -> Block:
+        return self.block
+
+    def outputs(self, replicas: int) -> tuple[Block, ...]:
+        return (self.block,)
+
+    def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
+        summed = lax.psum(_encode(operand), "replica")
+        return (_decode(summed, self.block),)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherOp:
+    """Every replica has a piece; all receive the blocks that the pieces make.
+
+    For each replica axis, `sizes` has its size, and `dims` the dimension that it cuts, or None if it is a lane.
+    There is a block for each lane.
+    """
+
+    block: Block
+    part: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    @property
+    def operand(self) -> Block:
+        return Block(self.part, self.block.dtype)
+
+    @property
+    def lanes(self) -> int:
+        return math.prod(size for size, dim in zip(self.sizes, self.dims, strict=True) if dim is None)
+
+    def outputs(self, replicas: int) -> tuple[Block, ...]:
+        return (self.block,) * self.lanes
+
+    def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
+        pieces = [lax.all_gather(words, "replica") for words in _encode(operand)]
+        blocks = zip(*(self._assemble(piece) for piece in pieces), strict=True)
+        return tuple(_decode(words, self.block) for words in blocks)
+
+    def _assemble(self, pieces: jax.Array) -> list[jax.Array]:
+        """From (replica, *part) to the block of each lane."""
+        axes = range(len(self.sizes))
+        lanes = [axis for axis in axes if self.dims[axis] is None]
+        order = list(lanes)
+        for dim in range(len(self.part)):
+            order += [axis for axis in axes if self.dims[axis] == dim] + [len(self.sizes) + dim]
+        table = pieces.reshape(*self.sizes, *self.part).transpose(order)
+        return list(table.reshape(self.lanes, *self.block.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackOp:
+    """Every replica has a vector of words; all receive all of them, one after the other."""
+
+    words: int
+
+    @property
+    def operand(self) -> Block:
+        return Block((self.words,), jnp.dtype("uint32"))
+
+    def outputs(self, replicas: int) -> tuple[Block, ...]:
+        return (Block((replicas * self.words,), jnp.dtype("uint32")),)
+
+    def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
+        return (lax.all_gather(operand, "replica", tiled=True),)
+
+
+Op = SumOp | GatherOp | PackOp
+
+
 class Exchange:
     """The programs of one mesh and set of replica axes. Compile and connect first; `run` then only moves data."""
 
@@ -53,25 +131,31 @@ class Exchange:
         """`devices` is a table with a row for each replica, as `mesh.by_replica` makes it."""
         self._mesh = Mesh(devices, ("replica", "rest"))
         self._sharding = NamedSharding(self._mesh, _EVERYWHERE)
-        self._programs: dict[tuple[Block, ...], Any] = {}
+        self._programs: dict[tuple[Op, ...], Any] = {}
 
-    def compile(self, blocks: tuple[Block, ...]) -> None:
-        """Compiles the program for these blocks, unless it is there already."""
-        if blocks in self._programs:
+    def compile(self, ops: tuple[Op, ...]) -> None:
+        """Compiles the program for these operations, unless it is there already."""
+        if ops in self._programs:
             return
+        results = [block for op in ops for block in op.outputs(len(self._mesh.devices))]
+
+        def program(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(out for op, operand in zip(ops, operands, strict=True) for out in op.apply(operand))
+
         body = jax.shard_map(
-            functools.partial(_broadcast, blocks),
+            program,
             mesh=self._mesh,
             in_specs=_EVERYWHERE,
-            out_specs=tuple(P("rest") if block.shape else P() for block in blocks),
-            check_vma=False,  # the blocks of a "replica" column differ until the sum
+            out_specs=tuple(P("rest") if block.shape else P() for block in results),
+            check_vma=False,  # the blocks of a "replica" column differ until they are exchanged
         )
         arguments = [
-            jax.ShapeDtypeStruct(self._global_shape(block), block.carried_dtype, sharding=self._sharding)
-            for block in blocks
+            jax.ShapeDtypeStruct(self._global_shape(op.operand), op.operand.carried_dtype, sharding=self._sharding)
+            for op in ops
         ]
+        reusable = tuple(at for at, op in enumerate(ops) if isinstance(op, SumOp))
         with mesh_lib.scope(self._mesh):
-            self._programs[blocks] = jax.jit(body, donate_argnums=range(len(blocks))).lower(*arguments).compile()
+            self._programs[ops] = jax.jit(body, donate_argnums=reusable).lower(*arguments).compile()
 
     def connect(self) -> None:
         """Opens the communicators by a sum over one element, and waits for it.
@@ -79,27 +163,27 @@ class Exchange:
         A communicator that is opened when the first to arrive needs it gives the last one only 30 s on some backends
         (google/orbax #3181); one that is open already waits.
         """
-        blocks = (Block((1,), jnp.dtype("uint32")),)
-        self.compile(blocks)
+        ops = (SumOp(Block((1,), jnp.dtype("uint32"))),)
+        self.compile(ops)
         nothing = {device: jax.device_put(np.zeros(1, np.uint32), device) for device in self._mesh.local_devices}
-        (answer,) = self.run(blocks, [nothing])
+        (answer,) = self.run(ops, [nothing])
         jax.block_until_ready(list(answer.values()))
 
     def run(
-        self, blocks: tuple[Block, ...], contributions: Sequence[Mapping[jax.Device, jax.Array]]
+        self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]
     ) -> list[dict[jax.Device, jax.Array]]:
-        """Starts the exchange and returns, for each block, the result on each of this process's devices.
+        """Starts the exchange and returns, for each output, the result on each of this process's devices.
 
-        Contributions are data on the devices of the replica that has it and zeros on all others. They are used up.
+        An operand is a block for each of this process's devices. Those of sums are used up.
         """
         arguments = [
             jax.make_array_from_single_device_arrays(
-                self._global_shape(block), self._sharding, [there[device] for device in self._mesh.local_devices]
+                self._global_shape(op.operand), self._sharding, [there[device] for device in self._mesh.local_devices]
             )
-            for block, there in zip(blocks, contributions, strict=True)
+            for op, there in zip(ops, operands, strict=True)
         ]
         with mesh_lib.scope(self._mesh):
-            results = self._programs[blocks](*arguments)
+            results = self._programs[ops](*arguments)
         return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
 
     def _global_shape(self, block: Block) -> tuple[int, ...]:
@@ -107,29 +191,25 @@ class Exchange:
         return (self._mesh.size * block.carried_shape[0], *block.carried_shape[1:])
 
 
-def _broadcast(blocks: Sequence[Block], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    summed = lax.psum(tuple(_encode(array) for array in arrays), "replica")
-    return tuple(_decode(words, block) for words, block in zip(summed, blocks, strict=True))
-
-
-def _encode(array: jax.Array) -> jax.Array:
-    """The same bits as unsigned integers."""
+def _encode(array: jax.Array) -> tuple[jax.Array, ...]:
+    """The same bits as unsigned integers; complex numbers as two arrays of them."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return jnp.stack([_encode(lax.real(array)), _encode(lax.imag(array))])
+        return (*_encode(lax.real(array)), *_encode(lax.imag(array)))
     if array.dtype == jnp.bool_:
-        return array.astype(jnp.uint8)
-    return lax.bitcast_convert_type(array, f"uint{_bits(array.dtype)}")
+        return (array.astype(jnp.uint8),)
+    return (lax.bitcast_convert_type(array, f"uint{_bits(array.dtype)}"),)
 
 
-def _decode(words: jax.Array, block: Block) -> jax.Array:
+def _decode(words: Sequence[jax.Array], block: Block) -> jax.Array:
     dtype = jnp.dtype(block.dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = Block(block.shape, np.zeros(0, dtype).real.dtype)
-        return lax.complex(_decode(words[0], part), _decode(words[1], part))
-    words = words.reshape(block.shape)
+        return lax.complex(_decode(words[:1], part), _decode(words[1:], part))
+    (only,) = words
+    only = only.reshape(block.shape)
     if dtype == jnp.bool_:
-        return words.astype(jnp.bool_)
-    return lax.bitcast_convert_type(words.astype(f"uint{_bits(dtype)}"), dtype)
+        return only.astype(jnp.bool_)
+    return lax.bitcast_convert_type(only.astype(f"uint{_bits(dtype)}"), dtype)
 
 
 def _bits(dtype: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,80 +11,130 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext import reading, wishes
-from orbax_ext.exchange import Exchange
-from orbax_ext.plan import Group, RestorePlan
+from orbax_ext import packing, reading, wishes
+from orbax_ext.exchange import Block, Exchange, GatherOp, Op, PackOp, SumOp
+from orbax_ext.plan import Bundle, Group, RestorePlan, Stack, Sum
+from orbax_ext.plan.splitting import part_shape
+from orbax_ext.reading import OnDevices
 from orbax_ext.waiting import in_thread
 
 
 class Execution:
     """What this process does for one plan, step by step."""
 
-    def __init__(
-        self, handler: type_handlers.ArrayHandler, request: wishes.Wishes, plan: RestorePlan, primary: int
-    ) -> None:
+    def __init__(self, handler: type_handlers.ArrayHandler, request: wishes.Wishes, plan: RestorePlan) -> None:
         self.plan = plan
         self._handler = handler
         self._request = request
-        self._primary = primary
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
         self._zeros: dict[tuple[Any, ...], reading.Zeros] = {}
 
     async def compile(self) -> None:
         for group in self.plan.groups:
-            self._exchange(group).compile(self._blocks(group))
-            for replica in self._replicas_here(group):
-                if replica != self._primary:
-                    self._zeros_of(group, replica)
+            self._exchange(group).compile(self._ops(group))
+            for bundle in group.bundles:
+                if isinstance(bundle, Sum):
+                    for replica in self._other_replicas_here(group, bundle):
+                        self._zeros_of(group, bundle, replica)
 
     async def connect(self, limit: float) -> None:
         for exchange in self._exchanges.values():
             await in_thread(exchange.connect, limit=limit)
 
-    async def read(self, group: Group) -> list[dict[jax.Device, jax.Array]]:
-        """A process's contribution to an exchange: what it read, and zeros on its devices in other replicas."""
-        found: list[dict[jax.Device, jax.Array]] = [{} for _ in group.leaves]
-        chosen = [self._request.wishes[index] for index in group.leaves]
-        for replica in self._replicas_here(group):
-            if replica == self._primary:
-                shardings = self._shardings(group, replica)
-                infos, args = [wish.info for wish in chosen], [wish.arg for wish in chosen]
-                parts = await reading.read(self._handler, infos, args, shardings, self._blocks(group))
-            else:
-                parts = self._zeros_of(group, replica).make()
-            for leaf, part in zip(found, parts, strict=True):
-                leaf.update(part)
-        return found
+    async def read(self, group: Group) -> list[OnDevices]:
+        """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
+        wanted = [part for bundle in group.bundles for part in self._parts_here(group, bundle)]
+        infos, args = self._infos_and_args(leaf for leaf, _, _ in wanted)
+        found = await reading.read(
+            self._handler, infos, args, [sharding for _, sharding, _ in wanted], [block for _, _, block in wanted]
+        )
+        by_leaf = {leaf: there for (leaf, _, _), there in zip(wanted, found, strict=True)}
+        return [self._contribution(group, bundle, by_leaf) for bundle in group.bundles]
 
     async def read_direct(self) -> dict[int, jax.Array]:
         """The leaves that are read the ordinary way."""
-        indices = list(self.plan.direct)
-        if not indices:
+        if not self.plan.direct:
             return {}
-        chosen = [self._request.wishes[index] for index in indices]
-        infos, args = [wish.info for wish in chosen], [wish.arg for wish in chosen]
-        arrays = await type_handlers.ArrayHandler.deserialize(self._handler, infos, args)
-        return dict(zip(indices, arrays, strict=True))
+        arrays = await type_handlers.ArrayHandler.deserialize(self._handler, *self._infos_and_args(self.plan.direct))
+        return dict(zip(self.plan.direct, arrays, strict=True))
 
     def start_exchange(
-        self, group: Group, contributions: list[dict[jax.Device, jax.Array]], limit: float
+        self, group: Group, contributions: list[OnDevices], limit: float
     ) -> asyncio.Future[dict[int, jax.Array]]:
         """Starts an exchange; the future has the finished arrays by leaf index."""
 
         async def finish() -> dict[int, jax.Array]:
-            received = self._exchange(group).run(self._blocks(group), contributions)
+            received = self._exchange(group).run(self._ops(group), contributions)
             contributions.clear()
-            arrays = {
-                index: _hand_over(self._request.wishes[index], there)
-                for index, there in zip(group.leaves, received, strict=True)
-            }
-            await in_thread(jax.block_until_ready, list(arrays.values()), limit=limit)
-            return arrays
+            await in_thread(jax.block_until_ready, [list(there.values()) for there in received], limit=limit)
+            return {leaf: self._hand_over(leaf, there) for leaf, there in self._by_leaf(group, received).items()}
 
         return asyncio.ensure_future(finish())
 
+    # What a bundle asks for, by its kind.
+
+    def _op(self, group: Group, bundle: Bundle) -> Op:
+        if isinstance(bundle, Sum):
+            return SumOp(self._block(bundle.leaf))
+        if isinstance(bundle, Stack):
+            block, dims, sizes = self._block(bundle.leaves[0]), dict(bundle.splits), self._sizes(group)
+            return GatherOp(
+                block,
+                part_shape(block.shape, dims, sizes),
+                tuple(sizes.values()),
+                tuple(dims.get(axis) for axis in sizes),
+            )
+        return PackOp(bundle.words)
+
+    def _parts_here(self, group: Group, bundle: Bundle) -> list[tuple[int, NamedSharding, Block]]:
+        """What this process reads for a bundle: (leaf, sharding to read it with, block on a device)."""
+        if isinstance(bundle, Stack):
+            op = self._op(group, bundle)
+            return [
+                (leaf, self._split_sharding(group, bundle, lane), op.operand)
+                for lane, leaf in enumerate(bundle.leaves)
+                if self._is_here(mesh_lib.replica_mesh(self._mesh(group), bundle.lanes, lane))
+            ]
+        shares = {bundle.reader: bundle.leaves} if isinstance(bundle, Sum) else dict(enumerate(bundle.shares))
+        return [
+            (leaf, self._replica_sharding(group, leaf, replica), self._block(leaf))
+            for replica in self._replicas_here(group)
+            for leaf in shares.get(replica, ())
+        ]
+
+    def _contribution(self, group: Group, bundle: Bundle, read: dict[int, OnDevices]) -> OnDevices:
+        if isinstance(bundle, Sum):
+            found = dict(read.get(bundle.leaf, {}))
+            for replica in self._other_replicas_here(group, bundle):
+                found.update(self._zeros_of(group, bundle, replica).make())
+            return found
+        if isinstance(bundle, Stack):
+            return {device: data for leaf in bundle.leaves for device, data in read.get(leaf, {}).items()}
+        table = mesh_lib.by_replica(self._mesh(group), group.axes)
+        here = {device: row for row, devices in enumerate(table) for device in devices if _is_local(device)}
+        return packing.pack(bundle, here, read, self._request.leaves)
+
+    def _by_leaf(self, group: Group, received: Sequence[OnDevices]) -> dict[int, OnDevices]:
+        found: dict[int, OnDevices] = {}
+        outputs = iter(received)
+        for bundle in group.bundles:
+            if isinstance(bundle, (Sum, Stack)):
+                found.update({leaf: next(outputs) for leaf in bundle.leaves})
+            else:
+                blocks = {leaf: self._block(leaf) for leaf in bundle.leaves}
+                found.update(packing.unpack(bundle, next(outputs), blocks, self._request.leaves))
+        return found
+
+    # Looked up or made once.
+
     def _mesh(self, group: Group) -> Mesh:
         return self._request.meshes[group.mesh]
+
+    def _sizes(self, group: Group) -> dict[str, int]:
+        return {axis: self._mesh(group).shape[axis] for axis in group.axes}
+
+    def _ops(self, group: Group) -> tuple[Op, ...]:
+        return tuple(self._op(group, bundle) for bundle in group.bundles)
 
     def _exchange(self, group: Group) -> Exchange:
         key = (group.mesh, group.axes)
@@ -91,33 +142,53 @@ class Execution:
             self._exchanges[key] = Exchange(mesh_lib.by_replica(self._mesh(group), group.axes))
         return self._exchanges[key]
 
-    def _blocks(self, group: Group) -> tuple[Any, ...]:
-        return tuple(self._request.wishes[index].block for index in group.leaves)
+    def _block(self, leaf: int) -> Block:
+        block = self._request.wishes[leaf].block
+        assert block is not None
+        return block
 
-    def _shardings(self, group: Group, replica: int) -> list[NamedSharding]:
+    def _infos_and_args(self, leaves: Iterable[int]) -> tuple[list[Any], list[Any]]:
+        chosen = [self._request.wishes[leaf] for leaf in leaves]
+        return [wish.info for wish in chosen], [wish.arg for wish in chosen]
+
+    def _replica_sharding(self, group: Group, leaf: int, replica: int) -> NamedSharding:
         there = mesh_lib.replica_mesh(self._mesh(group), group.axes, replica)
-        return [mesh_lib.replica_sharding(self._request.wishes[index].sharding, there) for index in group.leaves]
+        return mesh_lib.replica_sharding(self._request.wishes[leaf].sharding, there)
 
-    def _zeros_of(self, group: Group, replica: int) -> reading.Zeros:
-        shapes = [self._request.wishes[index].leaf.shape for index in group.leaves]
-        shardings = self._shardings(group, replica)
-        key = (self._blocks(group), tuple(shapes), tuple(shardings))
+    def _split_sharding(self, group: Group, bundle: Stack, lane: int) -> NamedSharding:
+        there = mesh_lib.replica_mesh(self._mesh(group), bundle.lanes, lane)
+        return mesh_lib.split_sharding(self._request.wishes[bundle.leaves[lane]].sharding, there, bundle.splits)
+
+    def _zeros_of(self, group: Group, bundle: Sum, replica: int) -> reading.Zeros:
+        shape, block = self._request.wishes[bundle.leaf].leaf.shape, self._block(bundle.leaf)
+        sharding = self._replica_sharding(group, bundle.leaf, replica)
+        key = (block, shape, sharding)
         if key not in self._zeros:
-            self._zeros[key] = reading.Zeros(self._blocks(group), shapes, shardings)
+            self._zeros[key] = reading.Zeros(block, shape, sharding)
         return self._zeros[key]
 
     def _replicas_here(self, group: Group) -> list[int]:
-        here = jax.process_index()
         table = mesh_lib.by_replica(self._mesh(group), group.axes)
-        return [row for row, devices in enumerate(table) if any(d.process_index == here for d in devices)]
+        return [row for row, devices in enumerate(table) if any(map(_is_local, devices))]
+
+    def _other_replicas_here(self, group: Group, bundle: Sum) -> list[int]:
+        return [replica for replica in self._replicas_here(group) if replica != bundle.reader]
+
+    def _is_here(self, mesh: Mesh) -> bool:
+        return any(map(_is_local, mesh.devices.flat))
+
+    def _hand_over(self, leaf: int, there: OnDevices) -> jax.Array:
+        """The array with exactly the sharding asked for, around the buffers that the exchange made."""
+        wish = self._request.wishes[leaf]
+        kind = wish.sharding.memory_kind
+        buffers = [
+            data
+            if kind is None or kind == device.default_memory().kind
+            else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+            for device, data in there.items()
+        ]
+        return jax.make_array_from_single_device_arrays(wish.leaf.shape, wish.sharding, buffers)
 
 
-def _hand_over(wish: wishes.Wish, there: dict[jax.Device, jax.Array]) -> jax.Array:
-    """The array with exactly the sharding asked for, around the buffers that the exchange made."""
-    kind = wish.sharding.memory_kind
-    buffers = []
-    for device, data in there.items():
-        if kind is not None and kind != device.default_memory().kind:
-            data = jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
-        buffers.append(data)
-    return jax.make_array_from_single_device_arrays(wish.leaf.shape, wish.sharding, buffers)
+def _is_local(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()

@@ -93,7 +93,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             with _timed(account, "arrive"):
                 agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)
-            restore = Execution(self, request, plan, self.options.primary_replica_id or 0)
+            restore = Execution(self, request, plan)
             # 4. Compile and connect while all are together, so that a late reader harms nobody.
             with _timed(account, "compile"):
                 await session.together("compile", restore.compile())

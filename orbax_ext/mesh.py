@@ -54,6 +54,15 @@ def replica_sharding(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def split_sharding(sharding: NamedSharding, mesh: Mesh, splits: Sequence[tuple[str, int]]) -> NamedSharding:
+    """A replica's sharding whose dimensions are cut further, by the axes of `splits` (axis, dimension)."""
+    ndim = max([len(sharding.spec), *(dim + 1 for _, dim in splits)])
+    entries = [list(axes) for axes in normalized_spec(sharding.spec, ndim)]
+    for axis, dim in splits:
+        entries[dim].append(axis)
+    return NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in entries)))
+
+
 def normalized_spec(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
     """For each dimension, the mesh axes that it is sharded over."""
     entries = [*spec, *([None] * (ndim - len(spec)))]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-Strategy = Literal["auto", "single", "direct"]
+Strategy = Literal["auto", "spread", "single", "direct"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +17,10 @@ class Options:
       replica_axis: The mesh axis, or axes, along which the state is replicated: a name, an index, or several. By
         default all mesh axes that no leaf of that mesh is sharded over.
       replica_axis_index: Orbax's spelling of the same, as an index.
-      primary_replica_id: Which replica reads, counted along the replica axis.
-      strategy: "single": one replica reads and the others receive; "direct": every process reads what it needs, as
-        plain Orbax does; "auto": the one that costs less.
+      primary_replica_id: Which replica reads if one does, counted along the replica axis.
+      strategy: "spread": every replica reads a disjoint share and all receive the rest; "single": one replica reads and
+        the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": "spread" where
+        several processes hold the same data, else "direct".
       broadcast_memory_limit_bytes: Bytes per device that one exchange may take; by default a share of what is free,
         256 MiB at most. All processes use the smallest value that any of them has.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.

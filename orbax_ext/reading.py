@@ -49,25 +49,20 @@ def as_array_args(arg: Any, sharding: Any) -> type_handlers.ArrayRestoreArgs:
 class Zeros:
     """Zeros for the devices of one replica, made by a program that is compiled ahead of time."""
 
-    def __init__(self, blocks: Sequence[Block], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]):
-        """`shapes` are those of whole leaves; `shardings` are all on the same replica mesh."""
-        self._mesh = shardings[0].mesh
-        outputs = tuple(
-            jax.ShapeDtypeStruct(shape or (1,), block.carried_dtype, sharding=sharding)
-            for block, shape, sharding in zip(blocks, shapes, shardings, strict=True)
-        )
+    def __init__(self, block: Block, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+        """`shape` is that of the whole leaf; `sharding` is on the replica's mesh."""
+        self._mesh = sharding.mesh
 
-        def create_zeros() -> tuple[jax.Array, ...]:
-            return tuple(jnp.zeros(out.shape, out.dtype) for out in outputs)
+        def create_zeros() -> jax.Array:
+            return jnp.zeros(shape or block.carried_shape, block.carried_dtype)
 
         with mesh_lib.scope(self._mesh):
-            jitted = jax.jit(create_zeros, out_shardings=tuple(out.sharding for out in outputs))
-            self._program = jitted.lower().compile()
+            self._program = jax.jit(create_zeros, out_shardings=sharding).lower().compile()
 
-    def make(self) -> list[OnDevices]:
+    def make(self) -> OnDevices:
         with mesh_lib.scope(self._mesh):
-            arrays = self._program()
-        return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
+            array = self._program()
+        return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _as_carried(shard: Any, block: Block) -> jax.Array:

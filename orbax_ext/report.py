@@ -26,8 +26,10 @@ class RestoreReport:
 
     def describe(self, leaves: Sequence[Leaf], plan: RestorePlan) -> None:
         self.groups = len(plan.groups)
-        for index, leaf in enumerate(leaves):
-            self.strategy[leaf.name] = f"direct: {plan.direct[index]}" if index in plan.direct else "single"
+        self.strategy = {leaves[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
+        for group in plan.groups:
+            for bundle in group.bundles:
+                self.strategy.update({leaves[index].name: plan.strategy for index in bundle.leaves})
 
     def __str__(self) -> str:
         direct = sum(how.startswith("direct") for how in self.strategy.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +43,12 @@ class Wishes:
 
 async def describe(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Wishes:
     """Looks up what the restore args leave open: in the sharding file, the stored arrays' metadata and key types."""
-    keys = await compat.random_key_impls(handler, infos[0].parent_dir)
+    saved = await compat.saved_arrays(handler, infos[0].parent_dir)
     shardings = [_given_sharding(arg) for arg in args]
     open_ones = [
         index
         for index, (info, arg, sharding) in enumerate(zip(infos, args, shardings, strict=True))
-        if info.name not in keys and (sharding is None or _shape(arg) is None or _dtype(arg) is None)
+        if not _is_key(saved.get(info.name)) and (sharding is None or _shape(arg) is None or _dtype(arg) is None)
     ]
     stored = {}
     if open_ones:
@@ -61,26 +60,31 @@ async def describe(handler: type_handlers.ArrayHandler, infos: Sequence[Any], ar
         sharding = shardings[index]
         if sharding is None and index in stored:
             sharding = _stored_sharding(stored[index])
-        wishes.append(_wish(info, arg, sharding, stored.get(index), info.name in keys, meshes))
+        wishes.append(_wish(info, arg, sharding, stored.get(index), saved.get(info.name), meshes))
     return Wishes(tuple(wishes), tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
 
 
-def _wish(info: Any, arg: Any, sharding: Any, stored: Any, is_key: bool, meshes: dict[Mesh, int]) -> Wish:
+def _wish(
+    info: Any, arg: Any, sharding: Any, stored: Any, saved: compat.SavedArray | None, meshes: dict[Mesh, int]
+) -> Wish:
     shape: Any = _shape(arg) if _shape(arg) is not None else getattr(stored, "shape", None)
     dtype: Any = _dtype(arg) if _dtype(arg) is not None else getattr(stored, "dtype", None)
-    reason = _why_direct(sharding, shape, dtype, is_key)
+    reason = _why_direct(sharding, shape, dtype, _is_key(saved))
     if reason:
-        return Wish(info, arg, Leaf(info.name, tuple(shape or ()), str(dtype), 0, direct_because=reason), sharding)
+        return Wish(info, arg, Leaf(info.name, tuple(shape or ()), str(dtype), direct_because=reason), sharding)
     shape = tuple(int(size) for size in shape)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     block = Block(sharding.shard_shape(shape), dtype)
+    chunk = saved.chunk if saved is not None else None
     leaf = Leaf(
         info.name,
         shape,
         dtype.name,
-        math.prod(block.shape) * dtype.itemsize,
+        dtype.itemsize,
+        block.shape,
         mesh=meshes.setdefault(sharding.mesh, len(meshes)),
         spec=mesh_lib.normalized_spec(sharding.spec, len(shape)),
+        chunk=chunk,
     )
     return Wish(info, arg, leaf, sharding, block)
 
@@ -101,6 +105,10 @@ def _why_direct(sharding: Any, shape: Any, dtype: Any, is_key: bool) -> str:
     except ValueError:
         return "its shape does not divide over its mesh"  # the ordinary way raises Orbax's own error
     return ""
+
+
+def _is_key(saved: compat.SavedArray | None) -> bool:
+    return saved is not None and bool(saved.key_impl)
 
 
 def _given_sharding(arg: Any) -> Any:

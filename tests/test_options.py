@@ -11,7 +11,7 @@ from orbax_ext.options import Options
     ("knobs", "message"),
     [
         ({"replica_axis": "dp", "replica_axis_index": 1}, "not both"),
-        ({"strategy": "fast"}, "one of auto, single, direct"),
+        ({"strategy": "fast"}, "one of auto, spread, single, direct"),
         ({"primary_replica_id": -1}, "0 or more"),
         ({"broadcast_memory_limit_bytes": 0}, "positive"),
         ({"broadcast_memory_scaling_factor": 1.5}, "at most 1"),

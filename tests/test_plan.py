@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo, make_plan
+from orbax_ext.plan import Group, Leaf, MeshInfo, Pack, RestorePlan, Stack, Sum, make_plan
+from orbax_ext.plan.splitting import part_shape
 
 MESH = MeshInfo(("pp", "dp", "tp"), (1, 4, 8), tuple(device // 8 for device in range(32)))
 MIB = 1 << 20
@@ -11,11 +20,11 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def leaf(name: str, spec: Spec = ((), ()), size: int = MIB, mesh: int | None = 0) -> Leaf:
-    return Leaf(name, (8, 8), "float32", size, mesh=mesh, spec=spec)
+    return Leaf(name, (8, size // 8), "int8", 1, (8, size // 8), mesh=mesh, spec=spec)
 
 
 def plan(*leaves: Leaf, budget: int = 4 * MIB, processes: int = 4, mesh: MeshInfo = MESH, **knobs: object):  # type: ignore[no-untyped-def]
-    return make_plan(leaves, [mesh], Options(**knobs), processes=processes, budget=budget)  # type: ignore[arg-type]
+    return make_plan(leaves, [mesh], Options(**{"strategy": "single", **knobs}), processes=processes, budget=budget)  # type: ignore[arg-type]
 
 
 def test_leaves_that_no_replica_axis_shards_travel_together() -> None:
@@ -48,7 +57,8 @@ def test_axes_that_are_not_named_are_those_that_no_leaf_uses() -> None:
         ((("tp", "dp"), ()), {"replica_axis": "dp"}, "sharded on the replica axis 'dp'"),
         (((), ()), {"replica_axis": "pp"}, "only one replica"),
         (((), ()), {"strategy": "direct"}, "strategy is 'direct'"),
-        (((), ()), {"processes": 1}, "only one process"),
+        (((), ()), {"processes": 1, "strategy": "auto"}, "only one process"),
+        ((("dp",), ()), {"strategy": "auto"}, "all its copies are on one process"),
         (((), ()), {"processes": 5}, "does not span all processes"),
     ],
 )
@@ -72,5 +82,140 @@ def test_an_axis_that_is_not_there_is_refused(axis: str | int) -> None:
 
 def test_leaves_of_different_meshes_travel_apart() -> None:
     other = MeshInfo(("x",), (32,), MESH.processes)
-    made = make_plan([leaf("a"), leaf("b", mesh=1)], [MESH, other], Options(), processes=4, budget=MIB)
+    options = Options(strategy="single")
+    made = make_plan([leaf("a"), leaf("b", mesh=1)], [MESH, other], options, processes=4, budget=MIB)
     assert [(group.mesh, group.axes) for group in made.groups] == [(0, ("dp", "tp")), (1, ("x",))]
+
+
+# All replicas read: strategy "spread".
+
+LAYER = Leaf("w", (4096, 1024), "bfloat16", 2, (512, 1024), mesh=0, spec=(("tp",), ()))
+
+
+def spread(leaves: Sequence[Leaf], mesh: MeshInfo = MESH, budget: int = 64 * MIB) -> RestorePlan:
+    return make_plan(leaves, [mesh], Options(strategy="spread"), processes=4, budget=budget)
+
+
+def test_a_leaf_whose_chunks_allow_is_cut_among_its_replicas() -> None:
+    (group,) = spread([dataclasses.replace(LAYER, chunk=(128, 1024))]).groups
+    assert group.axes == ("dp",)
+    assert group.bundles == (Stack((0,), (("dp", 0),), ()),)
+
+
+def test_leaves_in_whole_chunks_are_dealt_out_to_the_replicas() -> None:
+    (group,) = spread([dataclasses.replace(LAYER, name=str(n), chunk=(512, 1024)) for n in range(8)]).groups
+    assert group.bundles == (Stack((0, 1, 2, 3), (), ("dp",)), Stack((4, 5, 6, 7), (), ("dp",)))
+
+
+def test_a_leaf_of_unknown_chunks_is_not_cut() -> None:
+    (group,) = spread([LAYER] * 4).groups
+    assert group.bundles == (Stack((0, 1, 2, 3), (), ("dp",)),)
+
+
+def test_a_large_leaf_without_equals_is_read_by_one_replica() -> None:
+    big = dataclasses.replace(LAYER, block=(4096, 1024), spec=((), ()))
+    mesh = dataclasses.replace(MESH, axis_sizes=(1, 32, 1))
+    (group,) = spread([big, big], mesh).groups
+    assert group.bundles == (Sum(0, 0), Sum(1, 1))
+
+
+def test_small_leaves_are_packed_and_dealt_out_by_bytes() -> None:
+    sizes = [8, 800, 16, 400, 400, 8, 8, 800]
+    leaves = [Leaf(str(n), (size,), "int8", 1, (size,), mesh=0, spec=(("tp",),)) for n, size in enumerate(sizes)]
+    (group,) = spread(leaves).groups
+    (pack,) = group.bundles
+    assert isinstance(pack, Pack)
+    assert sorted(pack.leaves) == list(range(8))
+    loads = [sum(sizes[leaf] for leaf in share) for share in pack.shares]
+    assert sorted(loads)[1:] == [816, 816, 808] or max(loads) <= 824
+    assert pack.words * 4 >= max(loads)
+
+
+def test_leaves_that_use_other_axes_have_other_replicas() -> None:
+    whole = dataclasses.replace(LAYER, block=(4096, 1024), spec=((), ()), chunk=(1, 1024))
+    made = spread([dataclasses.replace(LAYER, chunk=(128, 1024)), whole])
+    assert [group.axes for group in made.groups] == [("dp",), ("dp", "tp")]
+    assert made.groups[1].bundles == (Stack((1,), (("dp", 0), ("tp", 0)), ()),)
+
+
+MESHES = st.sampled_from([(4, 2), (2, 2, 2), (8,), (1, 4, 8), (3, 2)])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[Leaf], MeshInfo]:
+    sizes = draw(MESHES)
+    names = ("a", "b", "c")[: len(sizes)]
+    mesh = MeshInfo(names, sizes, tuple(n * 4 // math.prod(sizes) for n in range(math.prod(sizes))))
+    leaves = []
+    for number in range(draw(st.integers(1, 30))):
+        used = draw(st.lists(st.sampled_from(names), unique=True, max_size=2))
+        chunk = draw(st.sampled_from([(1, 64), (4, 64), (16, 16), (64, 1), (5, 7)]))
+        counts = draw(st.tuples(st.integers(1, 24), st.integers(1, 24)))
+        block = (chunk[0] * counts[0], chunk[1] * counts[1])
+        spec = tuple((axis,) for axis in used) + ((),) * (2 - len(used))
+        shape = tuple(
+            size * math.prod(mesh.sizes[axis] for axis in axes) for size, axes in zip(block, spec, strict=True)
+        )
+        itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+        known = draw(st.booleans())
+        leaves.append(Leaf(str(number), shape, "x", itemsize, block, 0, spec, chunk if known else None))
+    return leaves, mesh
+
+
+@given(trees(), st.integers(1 << 12, 1 << 24))
+@settings(max_examples=200, deadline=None)
+def test_every_element_is_read_exactly_once_and_budgets_hold(tree: tuple[list[Leaf], MeshInfo], budget: int) -> None:
+    leaves, mesh = tree
+    made = spread(leaves, mesh, budget)
+    travelling = [leaf for group in made.groups for leaf in group.leaves]
+    assert sorted([*travelling, *made.direct]) == list(range(len(leaves)))
+    for group in made.groups:
+        assert group.device_bytes == sum(leaves[leaf].block_bytes for leaf in group.leaves)
+        assert group.device_bytes <= budget or len(group.bundles) == 1
+        for bundle in group.bundles:
+            covered: Counter[int] = Counter()
+            for reads in _reads(bundle, group, leaves, mesh):
+                covered.update(reads)
+            for leaf in bundle.leaves:
+                assert covered[leaf] == math.prod(leaves[leaf].block)
+
+
+def _reads(bundle: object, group: Group, leaves: list[Leaf], mesh: MeshInfo) -> list[dict[int, int]]:
+    """For each replica, how many elements of each leaf's block it reads; pieces must be whole chunks."""
+    axes = {axis: mesh.sizes[axis] for axis in group.axes}
+    found = []
+    for place in itertools.product(*(range(size) for size in axes.values())):
+        at = dict(zip(axes, place, strict=True))
+        row = 0
+        for axis in axes:
+            row = row * axes[axis] + at[axis]
+        if isinstance(bundle, Sum):
+            found.append({bundle.leaf: math.prod(leaves[bundle.leaf].block)} if bundle.reader == row else {})
+        elif isinstance(bundle, Pack):
+            found.append({leaf: math.prod(leaves[leaf].block) for leaf in bundle.shares[row]})
+        elif isinstance(bundle, Stack):
+            lane = 0
+            for axis in bundle.lanes:
+                lane = lane * axes[axis] + at[axis]
+            leaf = leaves[bundle.leaves[lane]]
+            part = part_shape(leaf.block, dict(bundle.splits), axes)
+            for _, dim in bundle.splits:
+                assert leaf.chunk is not None
+                assert part[dim] % leaf.chunk[dim] == 0
+            found.append({bundle.leaves[lane]: math.prod(part)})
+    return found
+
+
+def test_many_equal_leaves_are_balanced_and_share_programs() -> None:
+    leaves = [dataclasses.replace(LAYER, name=str(n), chunk=(512, 1024)) for n in range(64)]
+    made = spread(leaves, budget=8 * MIB)
+    assert len(made.groups) == 8
+    assert len({tuple(type(bundle) for bundle in group.bundles) for group in made.groups}) == 1
+
+
+def test_a_plan_for_a_very_large_job_is_made_in_modest_time() -> None:
+    mesh = MeshInfo(("dp", "fsdp", "tp"), (64, 64, 8), tuple(device // 8 for device in range(32768)))
+    leaf = Leaf("w", (16384, 4096), "bfloat16", 2, (256, 512), mesh=0, spec=(("fsdp",), ("tp",)), chunk=(4, 512))
+    leaves = [dataclasses.replace(leaf, name=str(number)) for number in range(10_000)]
+    made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=4096, budget=64 * MIB)
+    assert sum(len(group.leaves) for group in made.groups) == 10_000

@@ -13,9 +13,11 @@ class Leaf:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    shard_bytes: int  # of one device's share, as it will lie in memory
+    itemsize: int = 1  # bytes of an element in memory
+    block: tuple[int, ...] = ()  # shape of one device's share
     mesh: int | None = None  # index of its mesh in the plan, None where it has none that can be planned for
     spec: tuple[tuple[str, ...], ...] = ()  # for each dimension, the mesh axes that it is sharded over
+    chunk: tuple[int, ...] | None = None  # shape of a stored chunk, None where that is not known
     direct_because: str = ""  # why it must be read the ordinary way; empty if it need not
 
     @property
@@ -23,5 +25,5 @@ class Leaf:
         return frozenset(axis for axes in self.spec for axis in axes)
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    def block_bytes(self) -> int:
+        return math.prod(self.block) * self.itemsize

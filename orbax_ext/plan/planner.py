@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_ext.options import Options
+from orbax_ext.plan import bundles
 from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.splitting import part_shape, split
 from orbax_ext.plan.topology import MeshInfo, infer_axes, resolve_axes
+
+_SMALL = 128 << 10  # bytes of one replica's piece below which leaves are packed: an operand of their own costs more
+_LONELY = 4 << 20  # bytes above which a leaf without equals is summed rather than packed: padding would cost more
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that travel together, in one program."""
+    """Bundles that travel together, in one program."""
 
     mesh: int
-    axes: tuple[str, ...]  # the replica axes
-    leaves: tuple[int, ...]  # indices
+    axes: tuple[str, ...]  # the replica axes, in the mesh's order
+    bundles: tuple[bundles.Bundle, ...]
     device_bytes: int  # what the leaves take on one device
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(leaf for bundle in self.bundles for leaf in bundle.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
     """Who reads what and how it travels."""
 
+    strategy: str  # of the leaves that travel: "spread" or "single"
     groups: tuple[Group, ...]
     direct: Mapping[int, str]  # leaf index: why it is read the ordinary way
 
@@ -33,25 +44,32 @@ class RestorePlan:
 def make_plan(
     leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int, budget: int
 ) -> RestorePlan:
-    """Decides for every leaf whether it is broadcast, and puts those that are into groups of at most `budget` bytes.
+    """Decides for every leaf how it travels, and makes groups of at most `budget` bytes per device.
 
-    A single leaf above the budget makes a group of its own.
+    A bundle that is above the budget by itself makes a group of its own.
     """
-    axes_of_mesh = {index: _axes(index, mesh, leaves, options) for index, mesh in enumerate(meshes)}
+    homes = [_Home(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
     direct: dict[int, str] = {}
-    together: dict[int, list[int]] = defaultdict(list)
+    together: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
-        reason = leaf.direct_because or _why_direct(leaf, meshes, axes_of_mesh, options, processes)
-        if reason or leaf.mesh is None:
+        if leaf.direct_because or leaf.mesh is None:
+            direct[index] = leaf.direct_because or "it has no mesh"
+            continue
+        axes = homes[leaf.mesh].axes(leaf)
+        reason = homes[leaf.mesh].why_direct(leaf, axes)
+        if reason:
             direct[index] = reason
         else:
-            together[leaf.mesh].append(index)
-    groups = []
-    for mesh, indices in together.items():
-        for batch in _batches(indices, leaves, budget):
-            size = sum(leaves[index].shard_bytes for index in batch)
-            groups.append(Group(mesh, axes_of_mesh[mesh], tuple(batch), size))
-    return RestorePlan(tuple(groups), direct)
+            together[leaf.mesh, axes].append(index)
+    groups: list[Group] = []
+    for (mesh, axes), indices in together.items():
+        if options.strategy == "single":
+            made: Iterable[bundles.Bundle] = [bundles.Sum(i, options.primary_replica_id or 0) for i in indices]
+        else:
+            sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
+            made = _spread({index: leaves[index] for index in indices}, sizes, budget)
+        groups += _groups(mesh, axes, made, leaves, budget)
+    return RestorePlan("single" if options.strategy == "single" else "spread", tuple(groups), direct)
 
 
 def digest(value: object) -> str:
@@ -59,7 +77,46 @@ def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def _axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) -> tuple[str, ...]:
+class _Home:
+    """A mesh and what follows from it for the leaves on it, worked out once: there may be many leaves and devices."""
+
+    def __init__(self, index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options, processes: int) -> None:
+        self._mesh = mesh
+        self._strategy = options.strategy
+        self._single_axes = _single_axes(index, mesh, leaves, options)
+        self._never = ""
+        self._crosses: dict[tuple[str, ...], bool] = {}
+        if options.strategy == "direct":
+            self._never = "strategy is 'direct'"
+        elif options.strategy == "auto" and processes == 1:
+            self._never = "there is only one process"
+        elif set(mesh.processes) != set(range(processes)):
+            self._never = f"its mesh {mesh} does not span all processes"
+
+    def axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """The axes along which a leaf is replicated."""
+        return self._single_axes if self._strategy == "single" else infer_axes(self._mesh, leaf.used_axes)
+
+    def why_direct(self, leaf: Leaf, axes: tuple[str, ...]) -> str:
+        """Why a leaf is read the ordinary way, or an empty string."""
+        if self._never:
+            return self._never
+        if self._mesh.replicas(axes) == 1:
+            return f"there is only one replica of it in the mesh {self._mesh}"
+        if self._strategy == "auto" and not self._copies_cross(axes):
+            return "all its copies are on one process"
+        if leaf.used_axes & set(axes):
+            return f"it is sharded on the replica axis {', '.join(map(repr, axes))}"
+        return ""
+
+    def _copies_cross(self, axes: tuple[str, ...]) -> bool:
+        if axes not in self._crosses:
+            self._crosses[axes] = self._mesh.crosses_processes(axes)
+        return self._crosses[axes]
+
+
+def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) -> tuple[str, ...]:
+    """The replica axes of a mesh where one replica reads: the user's, or those that no leaf uses."""
     if options.axes is not None:
         axes = resolve_axes(mesh, options.axes)
     else:
@@ -74,38 +131,77 @@ def _axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) 
     return axes
 
 
-def _why_direct(
-    leaf: Leaf,
-    meshes: Sequence[MeshInfo],
-    axes_of_mesh: Mapping[int, tuple[str, ...]],
-    options: Options,
-    processes: int,
-) -> str:
-    """Why a leaf is read the ordinary way, or an empty string."""
-    if leaf.mesh is None:
-        return "it has no mesh"
-    mesh, axes = meshes[leaf.mesh], axes_of_mesh[leaf.mesh]
-    if options.strategy == "direct":
-        return "strategy is 'direct'"
-    if options.strategy == "auto" and processes == 1:
-        return "there is only one process"
-    if set(mesh.processes) != set(range(processes)):
-        return f"its mesh {mesh} does not span all processes"
-    if mesh.replicas(axes) == 1:
-        return f"there is only one replica of it in the mesh {mesh}"
-    if leaf.used_axes & set(axes):
-        return f"it is sharded on the replica axis {', '.join(map(repr, axes))}"
-    return ""
+def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) -> list[bundles.Bundle]:
+    """Bundles in which every replica reads a disjoint share of the same number of bytes, as nearly as chunks allow."""
+    small: list[int] = []
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    splits: dict[int, tuple[tuple[str, int], ...]] = {}
+    for index, leaf in leaves.items():
+        assigned = split(leaf.block, leaf.chunk, axes)
+        part = part_shape(leaf.block, assigned, axes)
+        if not leaf.block or math.prod(part) * leaf.itemsize < _SMALL:
+            small.append(index)
+            continue
+        splits[index] = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
+        alike[leaf.block, leaf.dtype, splits[index]].append(index)
+    made: list[bundles.Bundle] = []
+    lonely: list[int] = []
+    for indices in alike.values():
+        cut = splits[indices[0]]
+        lanes = tuple(axis for axis in axes if axis not in dict(cut))
+        count = math.prod(axes[lane] for lane in lanes)
+        whole = len(indices) - len(indices) % count
+        made += [bundles.Stack(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
+        for index in indices[whole:]:
+            (lonely if leaves[index].block_bytes > _LONELY else small).append(index)
+    replicas = math.prod(axes.values())
+    sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
+    made += [bundles.Sum(index, reader) for index, reader in _deal(lonely, sizes, replicas).items()]
+    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, replicas, budget)]
+    return made
 
 
-def _batches(indices: Sequence[int], leaves: Sequence[Leaf], budget: int) -> list[list[int]]:
+def _deal(indices: Sequence[int], sizes: Mapping[int, int], replicas: int) -> dict[int, int]:
+    """Gives each leaf to the replica that has least so far, the largest leaves first."""
+    load = [0] * replicas
+    dealt = {}
+    for index in sorted(indices, key=lambda index: (-sizes[index], index)):
+        reader = min(range(replicas), key=lambda replica: (load[replica], replica))
+        load[reader] += sizes[index]
+        dealt[index] = reader
+    return dealt
+
+
+def _packs(
+    indices: Sequence[int], sizes: Mapping[int, int], replicas: int, budget: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Deals small leaves out to the replicas, in packs of at most `budget` bytes where the leaves allow."""
+    shares = []
+    for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, budget // 2)):
+        dealt = _deal(batch, sizes, replicas)
+        shares.append(tuple(tuple(i for i in batch if dealt[i] == replica) for replica in range(replicas)))
+    return shares
+
+
+def _groups(
+    mesh: int, axes: tuple[str, ...], made: Iterable[bundles.Bundle], leaves: Sequence[Leaf], budget: int
+) -> list[Group]:
+    # In the order they were made, equal bundles are neighbours, so that most groups share a program.
+    listed = list(made)
+    sizes = {at: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for at, bundle in enumerate(listed)}
+    return [
+        Group(mesh, axes, tuple(listed[at] for at in batch), sum(sizes[at] for at in batch))
+        for batch in _batches(range(len(listed)), sizes, budget)
+    ]
+
+
+def _batches(indices: Iterable[int], sizes: Mapping[int, int], budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
     room = 0
     for index in indices:
-        size = leaves[index].shard_bytes
-        if not batches or size > room:
+        if not batches or sizes[index] > room:
             batches.append([])
             room = budget
         batches[-1].append(index)
-        room -= size
+        room -= sizes[index]
     return batches

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshInfo:
@@ -22,6 +24,12 @@ class MeshInfo:
     def replicas(self, axes: Collection[str]) -> int:
         """How many replicas the given axes make."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+    def crosses_processes(self, axes: Collection[str]) -> bool:
+        """Whether the copies along the given axes are on more than one process."""
+        owners = np.array(self.processes).reshape(self.axis_sizes)
+        positions = tuple(self.axis_names.index(axis) for axis in axes)
+        return bool(np.any(owners.min(axis=positions) != owners.max(axis=positions)))
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{name}={size}" for name, size in self.sizes.items()) + ")"

@@ -12,7 +12,7 @@ import pytest
 
 from orbax_ext import lab
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.exchange import Block, Exchange
+from orbax_ext.exchange import Block, Exchange, GatherOp, Op, SumOp
 from tests.multiprocess import world
 from tests.multiprocess.world import P, Spec
 
@@ -31,11 +31,13 @@ FLOAT8 = [
 PLAIN = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
 TINY = ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"]
+KINDS = ["bool", "int4", "bfloat16", "float32", "complex64"]
 STORABLE = [*PLAIN, *WIDE, "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz"]
 
 
-def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Cluster, path: str) -> None:
-    assert world.all_of(cluster.run(save_and_restore, path, _all(STORABLE), "ours")) == []
+@pytest.mark.parametrize("strategy", world.STRATEGIES)
+def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Cluster, path: str, strategy: str) -> None:
+    assert world.all_of(cluster.run(save_and_restore, path, _all(STORABLE), "ours", strategy=strategy)) == []
 
 
 def test_the_exchange_carries_every_dtype_that_jax_has(cluster: lab.Cluster) -> None:
@@ -80,32 +82,58 @@ def wide_types() -> Iterator[None]:
         jax.config.update("jax_enable_x64", False)
 
 
-def save_and_restore(path: str, specs: dict[str, Spec], how: str) -> list[str]:
+def save_and_restore(path: str, specs: dict[str, Spec], how: str, **knobs: str) -> list[str]:
     wide = any(spec.dtype in WIDE for spec in specs.values())
     with wide_types() if wide else contextlib.nullcontext():
         world.save(path, specs)
-        return world.restore(path, specs, how=how, knobs=world.knobs_for(how, world.REPORTERS, "dp"))
+        axis = world.knobs_for(how, world.REPORTERS, "dp")
+        return world.restore(path, specs, how=how, knobs={**axis, **knobs})
 
 
 def exchange_all(dtypes: list[str]) -> list[str]:
-    """Sends a matrix and a scalar of each dtype from replica 1 to all others; returns what arrives changed."""
-    wrong = []
+    """Sends arrays of each dtype between the replicas in every way there is; returns what arrives changed."""
     with wide_types():
-        devices = mesh_lib.by_replica(world.REPORTERS.make(), ["dp"])
-        exchange = Exchange(devices)
-        for dtype in dtypes:
-            for shape in [(5, 6), ()]:
-                block = Block(shape, jnp.dtype(dtype))
-                data = world.random_array(7, Spec(block.carried_shape, dtype))
-                exchange.compile((block,))
-                zeros = np.zeros_like(data)
-                sent = {
-                    device: jax.device_put((data if replica == 1 else zeros).view(block.carried_dtype), device)
-                    for replica, row in enumerate(devices)
-                    for device in row
-                    if device.process_index == jax.process_index()
-                }
-                (received,) = exchange.run((block,), [sent])
-                if any(world.bits(array) != data.tobytes() or array.dtype != dtype for array in received.values()):
-                    wrong.append(f"{dtype} {shape}")
-    return wrong
+        table = mesh_lib.by_replica(world.REPORTERS.make(), ["dp"])
+        replica_of = {d: row for row, devices in enumerate(table) for d in devices if d in jax.local_devices()}
+        # Gathers move words, whatever they mean: one dtype of each kind will do for them.
+        cases = [case for dtype in dtypes for case in _cases(dtype)[: None if dtype in KINDS else 2]]
+        ops = tuple(op for _, op, _, _ in cases)
+        exchange = Exchange(table)
+        exchange.compile(ops)  # all in one program, which compiles far sooner than many
+        sent = [
+            {
+                device: jax.device_put(np.ascontiguousarray(given[row]).view(op.operand.carried_dtype), device)
+                for device, row in replica_of.items()
+            }
+            for _, op, given, _ in cases
+        ]
+        outputs = [(name, array) for name, _, _, expected in cases for array in expected]
+        return [
+            name
+            for received, (name, wanted) in zip(exchange.run(ops, sent), outputs, strict=True)
+            if any(world.bits(a) != wanted.tobytes() or a.dtype != wanted.dtype for a in received.values())
+        ]
+
+
+def _cases(dtype: str) -> list[tuple[str, Op, list[np.ndarray], list[np.ndarray]]]:
+    """(name, operation, what each replica gives, what all shall receive)."""
+    whole = [world.random_array(seed, Spec((8, 6), dtype)) for seed in range(4)]
+    one = world.random_array(9, Spec((1,), dtype))
+    block = Block((8, 6), jnp.dtype(dtype))
+    zeros = np.zeros_like(whole[0])
+    return [
+        (f"{dtype} sum", SumOp(block), [zeros, whole[0], zeros, zeros], [whole[0]]),
+        (f"{dtype} scalar", SumOp(Block((), block.dtype)), [zeros[0, :1], one, zeros[0, :1], zeros[0, :1]], [one]),
+        (f"{dtype} rows", GatherOp(block, (2, 6), (4,), (0,)), np.split(whole[1], 4), [whole[1]]),
+        (f"{dtype} lanes", GatherOp(block, (8, 6), (4,), (None,)), whole, whole),
+        (f"{dtype} both", GatherOp(block, (4, 6), (2, 2), (None, 0)), _halves(whole[:2]), whole[:2]),
+        (f"{dtype} columns", GatherOp(block, (4, 3), (2, 2), (0, 1)), _quarters(whole[2]), [whole[2]]),
+    ]
+
+
+def _halves(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    return [half for array in arrays for half in np.split(array, 2)]
+
+
+def _quarters(array: np.ndarray) -> list[np.ndarray]:
+    return [quarter for half in np.split(array, 2) for quarter in np.split(half, 2, axis=1)]

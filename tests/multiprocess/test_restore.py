@@ -13,9 +13,13 @@ pytestmark = pytest.mark.core
 CONTEXTS = ["none", "set_mesh", "with mesh", "other mesh"]
 
 
+@pytest.mark.parametrize("strategy", world.STRATEGIES)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_restore_is_exact_whatever_mesh_the_caller_has_set(cluster: lab.Cluster, saved: str, context: str) -> None:
-    found = cluster.run(world.restore, saved, world.STATE, context=context, knobs={"replica_axis": "dp"})
+def test_a_restore_is_exact_whatever_mesh_the_caller_has_set(
+    cluster: lab.Cluster, saved: str, context: str, strategy: str
+) -> None:
+    knobs = {"replica_axis": "dp", "strategy": strategy}
+    found = cluster.run(world.restore, saved, world.STATE, context=context, knobs=knobs)
     assert world.all_of(found) == []
 
 
@@ -45,8 +49,10 @@ def test_replicas_may_lie_anyhow_on_the_processes(cluster: lab.Cluster, path: st
     mesh, axis = GEOMETRIES[geometry]
     specs = _state_for(mesh)
     cluster.run(world.save, path, specs, mesh)
-    found = cluster.run(world.restore, path, specs, mesh, context="set_mesh", knobs={"replica_axis": axis})
-    assert world.all_of(found) == []
+    for strategy in world.STRATEGIES:
+        knobs = {"replica_axis": axis, "strategy": strategy}
+        found = cluster.run(world.restore, path, specs, mesh, context="set_mesh", knobs=knobs)
+        assert world.all_of(found) == [], strategy
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)

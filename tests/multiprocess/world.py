@@ -47,6 +47,8 @@ class MeshSpec:
         return Mesh(devices, self.names, axis_types=tuple(types) or (AxisType.Auto,) * len(self.names))
 
 
+STRATEGIES = ["single", "spread"]  # those by which data travels
+
 REPORTERS = MeshSpec((1, 4, 8), ("pp", "dp", "tp"))  # of google/orbax #3184, on 4 processes x 8 devices
 
 STATE = {
@@ -56,6 +58,13 @@ STATE = {
     "quantized": Spec((8, 16), "int8", P("tp", None)),
     "mask": Spec((32,), "bool"),
     "step": Spec((), "int32"),
+    # Large enough to be cut or stacked rather than packed when all replicas read.
+    "layer_0": Spec((2048, 1024), "float32", P("tp")),
+    "layer_1": Spec((2048, 1024), "float32", P("tp")),
+    "layer_2": Spec((2048, 1024), "float32", P("tp")),
+    "layer_3": Spec((2048, 1024), "float32", P("tp")),
+    "layer_4": Spec((2048, 1024), "float32", P("tp")),
+    "head": Spec((1024, 2048), "bfloat16", P(None, "tp")),
 }
 
 
