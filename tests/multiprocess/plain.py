@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def differences(found: Any, plain: Any) -> list[str]:
     return [f"{jax.tree_util.keystr(path)}: {text}" for (path, ours), theirs in leaves for text in _leaf(ours, theirs)]
 
 
-def agreed(found: list[Comparison]) -> None:
+def agreed(found: Sequence[Comparison]) -> None:
     """Asserts that all processes got what plain Orbax gives: the same tree, or the same type of error."""
     assert [f"process {rank}: {text}" for rank, each in enumerate(found) for text in each.differences] == []
     for each in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from orbax_ext.plan import planner
 from tests.multiprocess import plain, world
 
 Axes = tuple[str, ...]
@@ -60,6 +62,7 @@ class Recipe:
     chunk_bytes: int | None = None
     replica_parallel: bool = True
     set_mesh: bool = False
+    large_from: int | None = None  # bytes from which the planner takes leaves for large ones, if not its usual limits
 
 
 def check(path: str, recipe: Recipe) -> plain.Comparison:
@@ -72,8 +75,20 @@ def check(path: str, recipe: Recipe) -> plain.Comparison:
         with ocp.Checkpointer(_handler(recipe, None)) as checkpointer:
             return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
 
-    with jax.set_mesh(mesh) if recipe.set_mesh else contextlib.nullcontext():
+    with _limits(recipe.large_from), jax.set_mesh(mesh) if recipe.set_mesh else contextlib.nullcontext():
         return plain.compare(restore, recipe.knobs)
+
+
+@contextlib.contextmanager
+def _limits(large_from: int | None) -> Iterator[None]:
+    """Lets tiny leaves travel as large ones do; large ones would take too long."""
+    before = planner._SMALL, planner._LONELY
+    if large_from is not None:
+        planner._SMALL = planner._LONELY = large_from
+    try:
+        yield
+    finally:
+        planner._SMALL, planner._LONELY = before
 
 
 def _save(path: str, recipe: Recipe) -> None:

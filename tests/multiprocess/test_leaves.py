@@ -8,21 +8,22 @@ from orbax_ext import lab
 from tests.multiprocess import leaves, plain
 
 ACCEPTED = [name for name in leaves.CASES if not name.startswith("refused")]
+WAYS: list[dict[str, object]] = [{"strategy": "single"}, {"strategy": "spread"}]
 REFUSED = [name for name in leaves.CASES if name.startswith("refused")]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_leaves_come_back_as_plain_orbax_restores_them(cluster: lab.Cluster, path: str, name: str) -> None:
-    found = cluster.run(leaves.compare, path, name, {})
-    plain.agreed(found)
-    assert {each.errors for each in found} == {((), ())}
+    for found in zip(*cluster.run(leaves.compare, path, name, WAYS), strict=True):
+        plain.agreed(found)
+        assert {each.errors for each in found} == {((), ())}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_plain_orbax_refuses_is_refused_alike_on_all_processes(cluster: lab.Cluster, path: str, name: str) -> None:
-    found = cluster.run(leaves.compare, path, name, {})
-    plain.agreed(found)
-    assert all(each.errors[1] for each in found)
+    for found in zip(*cluster.run(leaves.compare, path, name, WAYS), strict=True):
+        plain.agreed(found)
+        assert all(each.errors[1] for each in found)
 
 
 def test_a_mesh_that_leaves_processes_out_is_refused_on_all_of_them(cluster: lab.Cluster, path: str) -> None:

@@ -97,6 +97,7 @@ def all_recipes(draw: st.DrawFn) -> Recipe:
         chunk_bytes=draw(st.sampled_from([None, None, 16, 100])),
         replica_parallel=draw(st.booleans()),
         set_mesh=draw(st.booleans()),
+        large_from=draw(st.sampled_from([None, 0, 1, 32])),
     )
 
 
