@@ -11,7 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jax._src import distributed
+import jax
+import numpy as np
+from jax._src import array as array_lib
+from jax._src import core, distributed
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
@@ -100,6 +103,30 @@ def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:
 def v1_knobs(context: Any) -> dict[str, Any] | None:
     """The knobs that a v1 Context carries, or None if it is not one of ours."""
     return getattr(context.array_options.loading, _V1_KNOBS, None)
+
+
+def join_arrays(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, arrays: Any, *, weak_type: bool = False
+) -> jax.Array:
+    """A global array of these single-device arrays, one for each of this process's devices. Nothing is copied.
+
+    The public function forgets that a dtype is weak, in every supported release; device_put does not.
+    """
+    joined = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+    if not weak_type:
+        return joined
+    aval = joined.aval.update(weak_type=True)
+    return array_lib.ArrayImpl(aval, sharding, list(arrays), committed=True)
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Whether JAX has arrays of this dtype; not of strings, objects or dates."""
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.bool_, np.number))
+
+
+def tracing() -> bool:
+    """Whether a function is being traced, as inside jit."""
+    return not core.trace_state_clean()
 
 
 class LonelyClient:

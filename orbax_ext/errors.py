@@ -6,6 +6,11 @@
       RestoreTimeoutError   processes did not arrive or stopped advancing; they are named
       PlanMismatchError     the processes do not agree on what to restore
 
+Beside a restore, in `orbax_ext.placement`:
+
+    MeetingTimeoutError     a TimeoutError: processes did not come to a barrier or a comparison; they are named
+    DataMismatchError       a ValueError: processes hold different data where it must be the same
+
 Bad arguments are plain `ValueError`s that say what was expected, what was found and what to do.
 """
 
@@ -97,6 +102,22 @@ class PlanMismatchError(RestoreError):
 
     def __init__(self, message: str, digests: Mapping[int, str]) -> None:
         self.digests = dict(sorted(digests.items()))
+        super().__init__(message)
+
+
+class MeetingTimeoutError(TimeoutError):
+    """Processes did not come to a meeting of user code in time. `.missing` has their indices."""
+
+    def __init__(self, message: str, missing: Collection[int]) -> None:
+        self.missing = tuple(sorted(missing))
+        super().__init__(message)
+
+
+class DataMismatchError(ValueError):
+    """Processes differ in data that must be the same. `.leaves` maps leaf to the processes that differ."""
+
+    def __init__(self, message: str, leaves: Mapping[str, Collection[int]]) -> None:
+        self.leaves = {leaf: tuple(sorted(processes)) for leaf, processes in leaves.items()}
         super().__init__(message)
 
 

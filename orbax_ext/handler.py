@@ -14,7 +14,7 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import agreement, compat, meeting, report, storage_metrics, version, wishes
+from orbax_ext import agreement, compat, meeting, report, stacked_restore, storage_metrics, version, wishes
 from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
@@ -73,15 +73,18 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
             return await super().deserialize(infos, args)
         async with _one_at_a_time():
-            # 1. Describe.
-            request = await wishes.describe(self, infos, args)
-            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-            own_budget = budget_lib.choose(self.options)
-            plan = self._plan(request, own_budget)
-            _log_direct(request, plan)
-            if not plan.groups and not _concerns_all_processes(request):
-                return await type_handlers.ArrayHandler.deserialize(self, infos, args)
-            return await self._single_replica_deserialize_and_broadcast(request, own_budget)
+            return await stacked_restore.restore(self, infos, args, self._restore)
+
+    async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
+        # 1. Describe.
+        request = await wishes.describe(self, infos, args)
+        # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+        own_budget = budget_lib.choose(self.options)
+        plan = self._plan(request, own_budget)
+        _log_direct(request, plan)
+        if not plan.groups and not _concerns_all_processes(request):
+            return await type_handlers.ArrayHandler.deserialize(self, infos, args)
+        return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: wishes.Wishes, own_budget: int

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
-from orbax_ext import compat, options
+from orbax_ext import compat, options, stacked_restore
 from orbax_ext.handler import BroadcastArrayHandler
 
 # What each register() found, and the knobs it was given; the latest last.
@@ -66,24 +66,32 @@ def pytree_handler(**knobs: Any) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **theirs)
 
 
-def restore_args(abstract: Any, *, strict: bool = True) -> Any:
+def restore_args(abstract: Any, *, strict: bool = True, stacked: bool = False) -> Any:
     """Restore args for an abstract tree: what it says of shapes, dtypes and shardings, leaf by leaf.
 
-    They suit orbax_ext, plain Orbax and its stock single-replica handler alike.
+    They suit orbax_ext, plain Orbax and its stock single-replica handler alike. With `stacked`, which needs orbax_ext
+    to restore, leaves saved with pmap's leading device axis come back without it, from the first row alone, and
+    leaves saved without it come back with it, wherever the abstract tree asks for the other form.
     """
+    if stacked:
+        stacked_restore.require_shardings(abstract)
     return jax.tree.map(
-        functools.partial(_single_replica_args, strict=strict),
+        functools.partial(_single_replica_args, strict=strict, stacked=stacked),
         checkpoint_utils.construct_restore_args(abstract),
+        abstract,
         is_leaf=lambda node: isinstance(node, type_handlers.RestoreArgs),
     )
 
 
-def _single_replica_args(arg: type_handlers.RestoreArgs, strict: bool) -> type_handlers.RestoreArgs:
+def _single_replica_args(
+    arg: type_handlers.RestoreArgs, leaf: Any, strict: bool, stacked: bool
+) -> type_handlers.RestoreArgs:
     if not isinstance(arg, type_handlers.ArrayRestoreArgs):
         return arg
-    return type_handlers.SingleReplicaArrayRestoreArgs(
-        **{**{field.name: getattr(arg, field.name) for field in dataclasses.fields(arg)}, "strict": strict}
-    )
+    fields = {**{field.name: getattr(arg, field.name) for field in dataclasses.fields(arg)}, "strict": strict}
+    if stacked:
+        return stacked_restore.StackedRestoreArgs(**fields, asked_shape=tuple(leaf.shape))
+    return type_handlers.SingleReplicaArrayRestoreArgs(**fields)
 
 
 def handler_like(found: type_handlers.TypeHandler, knobs: dict[str, Any]) -> BroadcastArrayHandler:

@@ -179,7 +179,7 @@ class Cluster:
 
     def _launch(self, rank: int, coordinator: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        setup = Setup(rank, self.processes, coordinator, *_search_path(self._python))
+        setup = Setup(rank, self.processes, coordinator, _paths_to_share(self._python))
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -287,15 +287,12 @@ def _free_port() -> int:
         return port
 
 
-def _search_path(python: str) -> tuple[tuple[str, ...], bool]:
-    """Where the processes shall look for modules, and whether nowhere else.
-
-    Another environment's interpreter has its own packages; it needs to find the caller's own modules besides.
-    """
+def _paths_to_share(python: str) -> tuple[str, ...]:
+    """What a process should find beside its own packages: everything of ours, or without our packages if not ours."""
     if python == sys.executable:
-        return tuple(sys.path), True
-    installed = (sys.prefix, sys.base_prefix)
-    return tuple(entry for entry in sys.path if not os.path.abspath(entry).startswith(installed)), False
+        return tuple(sys.path)
+    homes = tuple(os.path.realpath(home) + os.sep for home in (sys.prefix, sys.base_prefix))
+    return tuple(path for path in sys.path if path and not os.path.realpath(path).startswith(homes))
 
 
 def _package_root() -> str:

@@ -21,7 +21,6 @@ class Setup:
     processes: int
     coordinator: str
     sys_path: tuple[str, ...]
-    sys_path_is_all: bool = True  # False: to be looked at before the interpreter's own
 
 
 @dataclasses.dataclass(frozen=True)
