@@ -1,6 +1,7 @@
 # Every target makes the environment it needs, from pinned constraints, under .venv/.
 #   make demo    restore on 4 processes x 8 devices, stock Orbax beside orbax_ext
 #   make test    all tests, on the oldest and on the newest supported Orbax
+#   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
@@ -19,15 +20,27 @@ find_python = $(or $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/
 PYTHON311 ?= $(call find_python,3.11)
 PYTHON313 ?= $(call find_python,3.13)
 
-.PHONY: bench-placement demo test test-oldest test-newest test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
+EXAMPLES ?= 300
+
+.PHONY: bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
+.PHONY: test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
 
 demo: $(NEWEST)/.ready
 	$(NEWEST)/bin/orbax-ext demo
 
 test: test-oldest test-newest
 
-test-oldest test-newest: test-%: .venv/%/.ready
-	.venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+# Each end of the supported releases also restores what the other one has saved, so both environments are needed.
+test-oldest: OTHER := $(NEWEST)
+test-newest: OTHER := $(OLDEST)
+test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready
+	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+
+test-property: test-property-oldest test-property-newest
+
+test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
+	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
+		tests/multiprocess/test_property.py $(PYTEST_ARGS)
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .

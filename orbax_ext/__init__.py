@@ -4,6 +4,7 @@ from orbax_ext import version as _version
 
 _version.check_orbax_version(_version.orbax_version())
 
+from orbax_ext import v1  # noqa: E402
 from orbax_ext.errors import (  # noqa: E402, the version is checked before anything that needs it is imported
     DataMismatchError,
     MeetingTimeoutError,
@@ -57,4 +58,5 @@ __all__ = [
     "stitch",
     "unregister",
     "unstack",
+    "v1",
 ]

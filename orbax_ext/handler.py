@@ -82,7 +82,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         own_budget = budget_lib.choose(self.options)
         plan = self._plan(request, own_budget)
         _log_direct(request, plan)
-        if not plan.groups:
+        if not plan.groups and not _concerns_all_processes(request):
             return await type_handlers.ArrayHandler.deserialize(self, infos, args)
         return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
@@ -184,6 +184,12 @@ def _timed(account: report.RestoreReport, phase: str) -> Iterator[None]:
         yield
     finally:
         account.spent(phase, time.monotonic() - started)
+
+
+def _concerns_all_processes(request: wishes.Wishes) -> bool:
+    """Whether a leaf lies on all processes of a job of several, so that one of them alone can't go on without it."""
+    processes = set(range(jax.process_count()))
+    return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in request.mesh_infos)
 
 
 def _log_direct(request: wishes.Wishes, plan: RestorePlan) -> None:
