@@ -1,11 +1,12 @@
 """Every difference between releases of Orbax and JAX, and everything private of theirs that we touch.
 
-No other module imports from `orbax.checkpoint._src` or `jax._src`.
+No other module imports from `orbax.checkpoint._src`, `orbax.checkpoint.experimental.v1._src` or `jax._src`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -13,10 +14,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import gpath
-from jax._src import distributed
+from jax._src import array as array_lib
+from jax._src import core, distributed
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
@@ -29,6 +33,8 @@ from orbax.checkpoint._src.serialization import (
     serialization,
     tensorstore_utils,
 )
+from orbax.checkpoint.experimental.v1._src.context import context as v1_context
+from orbax.checkpoint.experimental.v1._src.serialization import array_leaf_handler as v1_array_leaf_handler
 
 ArrayMetadataStore = array_metadata_store.Store
 Format = jax_array_restore_args.Format
@@ -78,6 +84,66 @@ async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any)
         impl = (metadata.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")
         found[metadata.param_name] = SavedArray(tuple(metadata.chunk_shape), impl)
     return found
+
+
+_V1_KNOBS = "_orbax_ext_knobs"
+_v1_array_handler = v1_array_leaf_handler._create_v0_array_handler
+
+
+def hook_v1_array_handlers(choose: Callable[[Any, type_handlers.ArrayHandler], type_handlers.ArrayHandler]) -> None:
+    """Lets `choose(context, stock handler)` have the last word on the array handler of every v1 Context.
+
+    v1 asks a function of this name for it in every supported release. Setting it again changes nothing.
+    """
+
+    def create(context: Any) -> type_handlers.ArrayHandler:
+        return choose(context, _v1_array_handler(context))
+
+    v1_array_leaf_handler._create_v0_array_handler = create
+
+
+def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:
+    """A v1 Context with the options of `base`, or of the active one, that carries our knobs.
+
+    They are an attribute of its options for loading arrays: these are what a Context made from this one inherits.
+    """
+    derived = v1_context.Context(base if base is not None else v1_context.get_context())
+    array_options = copy.copy(derived.array_options)
+    loading = copy.copy(array_options.loading)
+    # Options are frozen dataclasses before 0.12.0 and refuse changes while their Context is active since.
+    object.__setattr__(loading, _V1_KNOBS, dict(knobs))
+    object.__setattr__(array_options, "loading", loading)
+    derived._array_options = array_options
+    return derived
+
+
+def v1_knobs(context: Any) -> dict[str, Any] | None:
+    """The knobs that a v1 Context carries, or None if it is not one of ours."""
+    return getattr(context.array_options.loading, _V1_KNOBS, None)
+
+
+def join_arrays(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, arrays: Any, *, weak_type: bool = False
+) -> jax.Array:
+    """A global array of these single-device arrays, one for each of this process's devices. Nothing is copied.
+
+    The public function forgets that a dtype is weak, in every supported release; device_put does not.
+    """
+    joined = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+    if not weak_type:
+        return joined
+    aval = joined.aval.update(weak_type=True)
+    return array_lib.ArrayImpl(aval, sharding, list(arrays), committed=True)
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Whether JAX has arrays of this dtype; not of strings, objects or dates."""
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.bool_, np.number))
+
+
+def tracing() -> bool:
+    """Whether a function is being traced, as inside jit."""
+    return not core.trace_state_clean()
 
 
 def add_object_store(

@@ -15,7 +15,17 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import agreement, compat, meeting, report, storage, storage_metrics, version, wishes
+from orbax_ext import (
+    agreement,
+    compat,
+    meeting,
+    report,
+    stacked_restore,
+    storage,
+    storage_metrics,
+    version,
+    wishes,
+)
 from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
@@ -74,15 +84,18 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
             return await super().deserialize(infos, args)
         async with _one_at_a_time():
-            # 1. Describe.
-            request = await wishes.describe(self, infos, args)
-            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-            own_budget = budget_lib.choose(self.options)
-            plan = self._plan(request, own_budget)
-            _log_direct(request, plan)
-            if not plan.groups:
-                return await type_handlers.ArrayHandler.deserialize(self, infos, args)
-            return await self._single_replica_deserialize_and_broadcast(request, own_budget)
+            return await stacked_restore.restore(self, infos, args, self._restore)
+
+    async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
+        # 1. Describe.
+        request = await wishes.describe(self, infos, args)
+        # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+        own_budget = budget_lib.choose(self.options)
+        plan = self._plan(request, own_budget)
+        _log_direct(request, plan)
+        if not plan.groups and not _concerns_all_processes(request):
+            return await type_handlers.ArrayHandler.deserialize(self, infos, args)
+        return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: wishes.Wishes, own_budget: int
@@ -183,6 +196,12 @@ def _timed(account: report.RestoreReport, phase: str) -> Iterator[None]:
         yield
     finally:
         account.spent(phase, time.monotonic() - started)
+
+
+def _concerns_all_processes(request: wishes.Wishes) -> bool:
+    """Whether a leaf lies on all processes of a job of several, so that one of them alone can't go on without it."""
+    processes = set(range(jax.process_count()))
+    return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in request.mesh_infos)
 
 
 def _log_direct(request: wishes.Wishes, plan: RestorePlan) -> None:

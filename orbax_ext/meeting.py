@@ -156,7 +156,7 @@ class Session:
         outcomes = await in_thread(self.meet, phase, mine)
         failed = errors.failures(outcomes, self.hosts, phase)
         if failed:
-            raise errors.RestoreFailedError(failed)
+            raise errors.restore_failed(failed)
         return result
 
     async def barrier(self, name: str) -> None:
