@@ -4,22 +4,47 @@
 #   make test-faults    processes that fail, stop, die or disagree in the middle of a restore; prints a table
 #   make faults-table   the same, and writes the table into BUILD.md
 #   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
+#   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
+#   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
+#   make docs    rewrite the parts of the documents that are made from data
+#   make patches-check          every release: download, verify, patch, compile, take back
+#   make fork ORBAX=0.11.33     an installable wheel of that release with the patches, in dist/
+#   make test-fork              the forks of three releases pass what the releases fail
+#   make test-python313         the core tests on Python 3.13 with the newest JAX
+#   make test-matrix            the core tests on every release; writes the table in BUILD.md
 
 PYTHON ?= python3
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
+# Other Pythons are looked for on the path, then among pyenv's.
+find_python = $(or $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/dev/null),$(shell pyenv prefix $(1) 2>/dev/null)/bin/python$(1))
+PYTHON311 ?= $(call find_python,3.11)
+PYTHON313 ?= $(call find_python,3.13)
 
-.PHONY: demo test test-oldest test-newest test-faults test-faults-oldest test-faults-newest faults-table bench-meetings check fmt clean
+EXAMPLES ?= 300
+
+.PHONY: bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
+.PHONY: test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
+.PHONY: test-faults test-faults-oldest test-faults-newest faults-table bench-meetings
 
 demo: $(NEWEST)/.ready
 	$(NEWEST)/bin/orbax-ext demo
 
 test: test-oldest test-newest
 
-test-oldest test-newest: test-%: .venv/%/.ready
-	.venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+# Each end of the supported releases also restores what the other one has saved, so both environments are needed.
+test-oldest: OTHER := $(NEWEST)
+test-newest: OTHER := $(OLDEST)
+test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
+	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+
+test-property: test-property-oldest test-property-newest
+
+test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
+	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
+		tests/multiprocess/test_property.py $(PYTEST_ARGS)
 
 test-faults: test-faults-oldest test-faults-newest
 
@@ -30,7 +55,7 @@ faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults
 
 bench-meetings: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.bench_meetings --write
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.bench_meetings --write
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .
@@ -41,12 +66,45 @@ fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check --fix .
 	$(NEWEST)/bin/ruff format .
 
+bench-placement: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement
+
+docs: $(NEWEST)/.ready
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.docs
+
+patches: $(NEWEST)/.ready
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.generate_patches
+
+patches-check: $(NEWEST)/.ready
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.check_patches
+
+fork: $(NEWEST)/.ready
+	@test -n "$(ORBAX)" || { echo 'Which release? Say, for example: make fork ORBAX=0.11.33' >&2; exit 2; }
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.fork $(ORBAX)
+
+test-fork: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m pytest -m fork tests/fork $(PYTEST_ARGS)
+
+test-python313: .venv/python313/.ready
+	.venv/python313/bin/python -m pytest -m core $(PYTEST_ARGS)
+
+.venv/python313/.ready: PYTHON = $(PYTHON313)
+
+test-matrix: $(NEWEST)/.ready
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313)
+
 clean:
 	rm -rf .venv build dist *.egg-info
 
-# An environment is a name in .ci/constraints: oldest, newest.
+# What tests need beside the package: a real S3-compatible server.
+.venv/s3server/.ready: .ci/constraints/s3server.txt
+	$(PYTHON) -m venv --clear .venv/s3server
+	.venv/s3server/bin/python -m pip install --quiet -c .ci/constraints/s3server.txt 'moto[s3]' flask flask-cors
+	@touch $@
+
+# An environment is a name in .ci/constraints: oldest, newest, python313.
 .venv/%/.ready: .ci/constraints/%.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Try make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear .venv/$*
-	.venv/$*/bin/python -m pip install --quiet -c .ci/constraints/$*.txt -e '.[test,check]'
+	.venv/$*/bin/python -m pip install --quiet -c .ci/constraints/$*.txt -e '.[test,check,s3]'
 	@touch $@

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from orbax_ext import version
 
-COMMANDS = ("demo", "verify")  # modules of orbax_ext.commands, in the order that --help shows
+COMMANDS = ("demo", "doctor", "patch", "verify")  # modules of orbax_ext.commands, in the order that --help shows
 
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
@@ -47,4 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from orbax_ext import cli  # as the commands know it, so that UserError is one class
+
+    sys.exit(cli.main())

@@ -1,9 +1,15 @@
 """What a restore can raise.
 
     RestoreError
-      RestoreFailedError    a process failed; the same error is raised on all, naming it
+      RestoreFailedError    a process failed; the same error is raised on all, naming it. Where all that failed
+                            raised the same built-in type, it is of that type too: `except ValueError` catches it
       RestoreTimeoutError   processes did not arrive or stopped advancing; they are named
       PlanMismatchError     the processes do not agree on what to restore
+
+Beside a restore, in `orbax_ext.placement`:
+
+    MeetingTimeoutError     a TimeoutError: processes did not come to a barrier or a comparison; they are named
+    DataMismatchError       a ValueError: processes hold different data where it must be the same
 
 Bad arguments are plain `ValueError`s that say what was expected, what was found and what to do.
 """
@@ -11,7 +17,9 @@ Bad arguments are plain `ValueError`s that say what was expected, what was found
 from __future__ import annotations
 
 import asyncio
+import builtins
 import dataclasses
+import functools
 import traceback
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,6 +39,7 @@ class ProcessFailure:
     phase: str  # the step of the restore it was in
     error: str  # "ValueError: ..."
     traceback: str = ""
+    kind: str = ""  # the built-in exception that it is, such as "ValueError"
 
 
 class RestoreFailedError(RestoreError):
@@ -39,6 +48,12 @@ class RestoreFailedError(RestoreError):
     def __init__(self, failures: Mapping[int, ProcessFailure]) -> None:
         self.failures = dict(sorted(failures.items()))
         super().__init__(f"restore failed on {_count(self.failures)}:\n  " + "\n  ".join(self._lines()))
+
+    def __str__(self) -> str:  # not KeyError's, which quotes
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:  # its class may be one that has no name to be found by
+        return restore_failed, (self.failures,)
 
     def _lines(self, most: int = 8) -> list[str]:
         """One line for each different failure, with the processes that had it."""
@@ -49,6 +64,31 @@ class RestoreFailedError(RestoreError):
             f"process {', '.join(names[:most])}{' and others' if names[most:] else ''}, in phase {phase!r}: {error}"
             for (phase, error), names in alike.items()
         ]
+
+
+def restore_failed(failures: Mapping[int, ProcessFailure]) -> RestoreFailedError:
+    """A `RestoreFailedError`, also of the built-in type that all failures have in common if there is one."""
+    kinds = {failure.kind for failure in failures.values()}
+    if len(kinds) == 1:
+        try:
+            return _also(kinds.pop())(failures)
+        except TypeError:  # a type that can't be made from a message, such as UnicodeDecodeError
+            pass
+    return RestoreFailedError(failures)
+
+
+def builtin_kind(error: BaseException) -> str:
+    """The name of the most special built-in exception that an error is."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
+
+
+@functools.cache
+def _also(kind: str) -> type[RestoreFailedError]:
+    # The name comes from another process: it may only ever choose among the built-in exceptions.
+    found = getattr(builtins, kind, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)) or found is Exception:
+        return RestoreFailedError
+    return type(RestoreFailedError.__name__, (RestoreFailedError, found), {"__module__": __name__})
 
 
 class RestoreTimeoutError(RestoreError):
@@ -68,6 +108,22 @@ class PlanMismatchError(RestoreError):
         super().__init__(message)
 
 
+class MeetingTimeoutError(TimeoutError):
+    """Processes did not come to a meeting of user code in time. `.missing` has their indices."""
+
+    def __init__(self, message: str, missing: Collection[int]) -> None:
+        self.missing = tuple(sorted(missing))
+        super().__init__(message)
+
+
+class DataMismatchError(ValueError):
+    """Processes differ in data that must be the same. `.leaves` maps leaf to the processes that differ."""
+
+    def __init__(self, message: str, leaves: Mapping[str, Collection[int]]) -> None:
+        self.leaves = {leaf: tuple(sorted(processes)) for leaf, processes in leaves.items()}
+        super().__init__(message)
+
+
 MAX_ERROR = 4096  # characters of a message that goes to every process
 _MAX_TRACEBACK = 16384
 
@@ -77,7 +133,7 @@ def to_payload(error: BaseException) -> dict[str, str]:
     trace = sendable(scrub("".join(traceback.format_exception(error))))
     cut_off = isinstance(error, (asyncio.CancelledError, GeneratorExit))
     text = sendable(scrub(f"{type(error).__name__}: {'the restore was interrupted' if cut_off else error}"))
-    return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:]}
+    return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:], "kind": builtin_kind(error)}
 
 
 def failures(
@@ -85,7 +141,13 @@ def failures(
 ) -> dict[int, ProcessFailure]:
     """What went wrong, among the outcomes that all processes brought to a meeting."""
     return {
-        process: ProcessFailure(hosts[process], phase, str(outcome["error"]), str(outcome.get("traceback", "")))
+        process: ProcessFailure(
+            hosts[process],
+            phase,
+            str(outcome["error"]),
+            str(outcome.get("traceback", "")),
+            str(outcome.get("kind", "")),
+        )
         for process, outcome in outcomes.items()
         if "error" in outcome
     }
@@ -101,7 +163,7 @@ def to_verdict(error: RestoreFailedError | RestoreTimeoutError) -> dict[str, Any
 def from_verdict(verdict: Mapping[str, Any]) -> RestoreFailedError | RestoreTimeoutError:
     """The same error on another process."""
     if "failures" in verdict:
-        return RestoreFailedError({int(p): ProcessFailure(*map(str, f)) for p, f in verdict["failures"].items()})
+        return restore_failed({int(p): ProcessFailure(*map(str, f)) for p, f in verdict["failures"].items()})
     phases = {int(process): str(text) for process, text in verdict["phases"].items()}
     return RestoreTimeoutError(str(verdict["message"]), [int(process) for process in verdict["missing"]], phases)
 

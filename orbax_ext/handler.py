@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from orbax_ext import (
     differences,
     meeting,
     report,
+    stacked_restore,
+    storage,
     storage_metrics,
     verification,
     version,
@@ -85,19 +88,22 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
             return await super().deserialize(infos, args)
         async with _one_at_a_time():
-            async with arrival.failing_together(self.options):
-                # 1. Describe.
-                request = await wishes.describe(self, infos, args)
-                # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-                own_budget = budget_lib.choose(self.options)
-                plan = self._plan(request, own_budget)
-            _log_direct(request, plan)
-            if not plan.groups:
-                arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
-                if self.options.verify:
-                    await verification.verify_alone(self._limits(), request, arrays)
-                return arrays
-            return await self._single_replica_deserialize_and_broadcast(request, own_budget)
+            return await stacked_restore.restore(self, infos, args, self._restore)
+
+    async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
+        async with arrival.failing_together(self.options):
+            # 1. Describe.
+            request = await wishes.describe(self, infos, args)
+            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+            own_budget = budget_lib.choose(self.options)
+            plan = self._plan(request, own_budget)
+        _log_direct(request, plan)
+        if not plan.groups and not _concerns_all_processes(request):
+            arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
+            if self.options.verify:
+                await verification.verify_alone(self._limits(), request, arrays)
+            return arrays
+        return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: wishes.Wishes, own_budget: int
@@ -121,6 +127,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     await verification.verify(session, request, arrays)
         # 8. Hand over.
         account.describe(request.leaves, plan)
+        account.s3 = dataclasses.asdict(storage.restore_usage())
         report.publish(account)
         logging.info("orbax_ext: restored: %s", account)
         return arrays
@@ -209,6 +216,12 @@ def _timed(account: report.RestoreReport, phase: str) -> Iterator[None]:
         yield
     finally:
         account.spent(phase, time.monotonic() - started)
+
+
+def _concerns_all_processes(request: wishes.Wishes) -> bool:
+    """Whether a leaf lies on all processes of a job of several, so that one of them alone can't go on without it."""
+    processes = set(range(jax.process_count()))
+    return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in request.mesh_infos)
 
 
 def _log_direct(request: wishes.Wishes, plan: RestorePlan) -> None:

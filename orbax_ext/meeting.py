@@ -158,7 +158,7 @@ class Session:
         outcomes = await in_thread(self.meet, phase, mine)
         failed = errors.failures(outcomes, self.hosts, phase)
         if failed:
-            raise errors.RestoreFailedError(failed)
+            raise errors.restore_failed(failed)
         return result
 
     def reporting(self) -> Ticker:
@@ -311,7 +311,7 @@ class Session:
             return self._timeout(missing, heard)
         late = {process: f"no outcome yet, {heard.get(process, 'nothing heard')}" for process in missing}
         failed |= {process: errors.ProcessFailure(self._host(process), self._phase, late[process]) for process in late}
-        return errors.RestoreFailedError(failed)
+        return errors.restore_failed(failed)
 
     def _tell_status(self, missing: list[int]) -> int:
         """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""

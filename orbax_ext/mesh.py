@@ -46,8 +46,12 @@ def replica_mesh(mesh: Mesh, axes: Sequence[str], replica: int) -> Mesh:
 
 
 def replica_sharding(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """The same spec on one replica's mesh, in the devices' own memory."""
-    return NamedSharding(mesh, sharding.spec)
+    """The same spec on one replica's mesh, in the devices' own memory.
+
+    Dimensions left unconstrained are not sharded: so Orbax reads them, and no program may return them as they are.
+    """
+    spec = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec]
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def split_sharding(sharding: NamedSharding, mesh: Mesh, splits: Sequence[tuple[str, int]]) -> NamedSharding:

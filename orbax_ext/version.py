@@ -18,15 +18,15 @@ def orbax_version() -> str:
 
 def check_orbax_version(found: str) -> None:
     """Refuses an Orbax that is too old; warns of one that is newer than any tested."""
-    if _numbers(found) < _numbers(OLDEST_ORBAX):
+    if numbers(found) < numbers(OLDEST_ORBAX):
         raise ImportError(
             f"orbax_ext needs orbax-checkpoint {OLDEST_ORBAX} or newer, found {found}. "
             f"Upgrade with: pip install 'orbax-checkpoint>={OLDEST_ORBAX}'"
         )
-    if _numbers(found) > _numbers(NEWEST_ORBAX):
+    if numbers(found) > numbers(NEWEST_ORBAX):
         warnings.warn(f"orbax_ext is tested with orbax-checkpoint up to {NEWEST_ORBAX}, found {found}.", stacklevel=3)
 
 
-def _numbers(release: str) -> tuple[int, ...]:
+def numbers(release: str) -> tuple[int, ...]:
     """The release numbers of a version, such as (0, 11, 33) of "0.11.33+ext.1"."""
     return tuple(int(part) for part in re.findall(r"\d+", release.split("+")[0])[:3])

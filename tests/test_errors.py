@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
+from orbax_ext import errors
 from orbax_ext.errors import PlanMismatchError, ProcessFailure, RestoreError, RestoreFailedError, RestoreTimeoutError
 
 
@@ -22,3 +27,40 @@ def test_equal_failures_are_told_once() -> None:
     assert text.count("ValueError") == 1
     assert "0 (node0)" in text
     assert "and others" in text
+
+
+def failure(kind: str) -> ProcessFailure:
+    return ProcessFailure("host", "read", f"{kind}: no such leaf", "", kind)
+
+
+@pytest.mark.parametrize(
+    "kind", [ValueError, KeyError, FileNotFoundError, RuntimeError, TypeError, NotImplementedError]
+)
+def test_a_failure_can_be_caught_as_the_built_in_type_that_was_raised(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"process 1 .*no such leaf") as caught:
+        raise errors.restore_failed({1: failure(kind.__name__)})
+    assert isinstance(caught.value, RestoreFailedError)
+    assert str(caught.value).startswith("restore failed on 1 process")
+
+
+@pytest.mark.parametrize("kind", ["UnicodeDecodeError", "ExceptionGroup", "Exception", "KeyboardInterrupt", "eval", ""])
+def test_other_names_make_a_plain_failure(kind: str) -> None:
+    assert type(errors.restore_failed({0: failure(kind)})) is RestoreFailedError
+
+
+def test_failures_of_different_types_make_a_plain_failure() -> None:
+    assert type(errors.restore_failed({0: failure("ValueError"), 1: failure("OSError")})) is RestoreFailedError
+
+
+def test_a_failure_of_a_built_in_type_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(errors.restore_failed({2: failure("ValueError")})))
+    assert isinstance(again, ValueError)
+    assert isinstance(again, RestoreFailedError)
+    assert again.failures == {2: failure("ValueError")}
+
+
+def test_the_kind_of_an_error_is_its_nearest_built_in_type() -> None:
+    class TopologyError(FileNotFoundError):
+        pass
+
+    assert errors.builtin_kind(TopologyError()) == "FileNotFoundError"

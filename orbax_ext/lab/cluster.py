@@ -179,7 +179,7 @@ class Cluster:
 
     def _launch(self, rank: int, coordinator: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        setup = Setup(rank, self.processes, coordinator, tuple(sys.path))
+        setup = Setup(rank, self.processes, coordinator, _paths_to_share(self._python))
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -285,6 +285,14 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _paths_to_share(python: str) -> tuple[str, ...]:
+    """What a process should find beside its own packages: everything of ours, or without our packages if not ours."""
+    if python == sys.executable:
+        return tuple(sys.path)
+    homes = tuple(os.path.realpath(home) + os.sep for home in (sys.prefix, sys.base_prefix))
+    return tuple(path for path in sys.path if path and not os.path.realpath(path).startswith(homes))
 
 
 def _package_root() -> str:

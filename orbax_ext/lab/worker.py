@@ -26,7 +26,7 @@ def main(fd: int) -> None:
     _exit_with_parent()
     channel: connection.Connection[Any, Any] = connection.Connection(fd)
     setup: Setup = channel.recv()
-    sys.path[:] = list(setup.sys_path)
+    sys.path[:] = [*setup.sys_path, *(path for path in sys.path if path not in setup.sys_path)]
     _answer(channel, lambda: _join(setup))
     while (job := channel.recv()) is not None:
         _answer(channel, lambda job=job: _call(job))

@@ -59,12 +59,8 @@ STATE = {
     "mask": Spec((32,), "bool"),
     "step": Spec((), "int32"),
     # Large enough to be cut or stacked rather than packed when all replicas read.
-    "layer_0": Spec((2048, 1024), "float32", P("tp")),
-    "layer_1": Spec((2048, 1024), "float32", P("tp")),
-    "layer_2": Spec((2048, 1024), "float32", P("tp")),
-    "layer_3": Spec((2048, 1024), "float32", P("tp")),
-    "layer_4": Spec((2048, 1024), "float32", P("tp")),
-    "head": Spec((1024, 2048), "bfloat16", P(None, "tp")),
+    "layer_0": Spec((1024, 1024), "float32", P("tp")),
+    "layer_1": Spec((1024, 1024), "float32", P("tp")),
 }
 
 

@@ -3,7 +3,7 @@
 No devices: a few operating-system processes with a thread for each client, all on this machine, so that the service
 and all its clients share its processors. Progress is published meanwhile, as in a restore.
 
-    python -m tools.bench_meetings --clients 16 64 [--write]
+    PYTHONPATH=.ci python -m tools.bench_meetings --clients 16 64 [--write]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from orbax_ext import compat, meeting
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _CLIENTS = (16, 64, 256, 1000)
 _WORKERS = 4
 _LIMIT = 600  # seconds that one size may take

@@ -1,0 +1,160 @@
+"""One leaf: from this process's own copy to a global array, device by device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from orbax_ext import compat
+from orbax_ext.placement import specs
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether devices can hold this leaf. Python numbers, strings and the like stay what they are."""
+    if isinstance(leaf, jax.Array):
+        return True
+    return isinstance(leaf, np.ndarray | np.generic) and compat.is_jax_dtype(leaf.dtype)
+
+
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def dtype_on_device(leaf: Any) -> Any:
+    """What becomes of a leaf's dtype: float64 is float32 unless JAX is told otherwise."""
+    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/") or "(the whole tree)", leaf) for path, leaf in leaves
+    ]
+
+
+def map_named(function: Any, tree: Any, *others: list[Any]) -> Any:
+    """`function(name, leaf, ...)` for every leaf; `others` are lists in the order of the tree's leaves."""
+    structure = jax.tree.structure(tree)
+    named = named_leaves(tree)
+    mapped = [function(name, leaf, *rest) for (name, leaf), *rest in zip(named, *others, strict=True)]
+    return jax.tree.unflatten(structure, mapped)
+
+
+def refuse_tracer(what: str, name: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.core.Tracer):
+        raise ValueError(
+            f"{what}: leaf {name} is being traced: found inside jit, expected outside of it, where arrays have "
+            "data. Inside jit use match_sharding."
+        )
+
+
+def place(what: str, name: str, leaf: Any, sharding: Sharding) -> jax.Array:
+    """A global array with this sharding, of which every process puts its own part on its own devices."""
+    refuse_tracer(what, name, leaf)
+    if is_key(leaf):
+        # Wrapping and unwrapping whole keys is a change of type alone: no program runs.
+        data = place(what, name, jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    source = _Source(what, name, leaf)
+    fit_or_raise(what, name, source.shape, sharding)
+    indices = sharding.addressable_devices_indices_map(source.shape)
+    pieces = [source.piece(device, index) for device, index in indices.items()]
+    return assemble(source.shape, source.dtype, sharding, pieces, weak_type=source.weak_type)
+
+
+def assemble(
+    shape: specs.Shape, dtype: Any, sharding: Sharding, pieces: list[Any], weak_type: bool = False
+) -> jax.Array:
+    """Puts a piece on each of this process's devices, in the order of the sharding's index map, and joins them."""
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    single = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+    return compat.join_arrays(shape, dtype, sharding, jax.device_put(pieces, single), weak_type=weak_type)
+
+
+def host_copy(what: str, name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """A leaf's values in this process's memory; of keys, their data."""
+    refuse_tracer(what, name, leaf)
+    if isinstance(leaf, PythonNumber):
+        return leaf.value
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if isinstance(data, jax.Array):
+        _require_own_copy(what, name, data)
+    return np.asarray(data)
+
+
+def fit_or_raise(what: str, name: str, shape: specs.Shape, sharding: Sharding) -> None:
+    """Raises unless an array of this shape can be cut as the sharding says."""
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{what}: leaf {name} on process {jax.process_index()}: expected a shape that {sharding} can cut evenly, "
+            f"found {shape}. Shard another dimension, or pad the array."
+        ) from error
+
+
+def host_chunks(array: np.ndarray[Any, Any], chunk_bytes: int = 1 << 24) -> Iterator[bytes | memoryview]:
+    """The bytes of an array in order, a little at a time, however it lies in memory."""
+    if array.ndim == 0 or array.size == 0:
+        yield array.tobytes()
+        return
+    rows = max(1, chunk_bytes // max(1, array.nbytes // len(array)))
+    for start in range(0, len(array), rows):
+        yield np.ascontiguousarray(array[start : start + rows]).view(np.uint8).reshape(-1).data
+
+
+def _require_own_copy(what: str, name: str, leaf: jax.Array) -> None:
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(
+            f"{what}: leaf {name} is spread over several processes; expected data of which process "
+            f"{jax.process_index()} has a whole copy, found {leaf.sharding}. To move it use match_sharding."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonNumber:
+    """A Python number as an array: its dtype is weak, as in JAX."""
+
+    value: np.ndarray[Any, Any]
+    weak_type: bool
+
+    @classmethod
+    def of(cls, number: complex) -> PythonNumber:
+        return cls(np.asarray(number), weak_type=not isinstance(number, bool))
+
+    @property
+    def shape(self) -> specs.Shape:
+        return ()
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+
+class _Source:
+    """The process's own copy of a leaf: in shards that devices hold already, or in host memory."""
+
+    def __init__(self, what: str, name: str, leaf: Any) -> None:
+        self.shape: specs.Shape = tuple(leaf.shape)
+        self.dtype = dtype_on_device(leaf)
+        self.weak_type = bool(getattr(leaf, "weak_type", False))
+        self._leaf = leaf
+        self._shards: dict[Any, dict[Any, Any]] = {}
+        self._host: np.ndarray[Any, Any] | None = None
+        if isinstance(leaf, jax.Array):
+            _require_own_copy(what, name, leaf)
+            for shard in leaf.addressable_shards:
+                self._shards.setdefault(specs.box(shard.index, self.shape), {})[shard.device] = shard.data
+
+    def piece(self, device: Any, index: specs.Index) -> Any:
+        held = self._shards.get(specs.box(index, self.shape))
+        if held:
+            return held[device] if device in held else next(iter(held.values()))
+        if self._host is None:
+            self._host = np.asarray(self._leaf)
+        return self._host[index]

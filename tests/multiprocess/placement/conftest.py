@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from orbax_ext import lab
+
+DEVICES = 8  # in all, over however many processes
+
+
+@pytest.fixture(scope="session", params=[1, 2, 4, 8], ids=lambda n: f"{n}-processes")
+def cluster(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
+    with lab.Cluster(request.param, DEVICES // request.param, timeout=90) as running:
+        yield running
+
+
+@pytest.fixture
+def several(cluster: lab.Cluster) -> lab.Cluster:
+    if cluster.processes == 1:
+        pytest.skip("needs several processes")
+    return cluster
