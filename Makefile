@@ -33,7 +33,7 @@ test: test-oldest test-newest
 # Each end of the supported releases also restores what the other one has saved, so both environments are needed.
 test-oldest: OTHER := $(NEWEST)
 test-newest: OTHER := $(OLDEST)
-test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready
+test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
 	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PYTEST_ARGS)
 
 test-property: test-property-oldest test-property-newest
@@ -81,9 +81,15 @@ test-matrix: $(NEWEST)/.ready
 clean:
 	rm -rf .venv build dist *.egg-info
 
+# What tests need beside the package: a real S3-compatible server.
+.venv/s3server/.ready: .ci/constraints/s3server.txt
+	$(PYTHON) -m venv --clear .venv/s3server
+	.venv/s3server/bin/python -m pip install --quiet -c .ci/constraints/s3server.txt 'moto[s3]' flask flask-cors
+	@touch $@
+
 # An environment is a name in .ci/constraints: oldest, newest, python313.
 .venv/%/.ready: .ci/constraints/%.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Try make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear .venv/$*
-	.venv/$*/bin/python -m pip install --quiet -c .ci/constraints/$*.txt -e '.[test,check]'
+	.venv/$*/bin/python -m pip install --quiet -c .ci/constraints/$*.txt -e '.[test,check,s3]'
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,7 +15,17 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import agreement, compat, meeting, report, stacked_restore, storage_metrics, version, wishes
+from orbax_ext import (
+    agreement,
+    compat,
+    meeting,
+    report,
+    stacked_restore,
+    storage,
+    storage_metrics,
+    version,
+    wishes,
+)
 from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
@@ -106,6 +117,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             arrays = await self._read_and_exchange(session, restore, account)
         # 8. Hand over.
         account.describe(request.leaves, plan)
+        account.s3 = dataclasses.asdict(storage.restore_usage())
         report.publish(account)
         logging.info("orbax_ext: restored: %s", account)
         return arrays

@@ -13,23 +13,28 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
-from orbax_ext import compat, options, stacked_restore
+from orbax_ext import compat, options, stacked_restore, storage
 from orbax_ext.handler import BroadcastArrayHandler
 
 # What each register() found, and the knobs it was given; the latest last.
 _replaced: list[tuple[type_handlers.TypeHandler, dict[str, Any]]] = []
+_enabled_s3: list[bool] = []  # whether each register() had to enable s3:// paths, the latest last
 
 
 def register(**knobs: Any) -> BroadcastArrayHandler:
     """Makes Orbax restore every `jax.Array` through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
     Saving goes on as before: the settings of the handler that was registered are taken over. Contexts of Orbax's v1
-    API are served too if they have `use_load_and_broadcast` set; for others see `orbax_ext.v1`.
+    API are served too if they have `use_load_and_broadcast` set; for others see `orbax_ext.v1`. Paths that begin with
+    s3:// work from here on, with the settings of the environment unless `storage.enable_s3` was called before.
     """
     found = type_handlers.get_type_handler(jax.Array)
     handler = handler_like(found, knobs)
     compat.hook_v1_array_handlers(handler_for_v1)
     _replaced.append((found, knobs))
+    _enabled_s3.append(not storage.s3_enabled())
+    if _enabled_s3[-1]:
+        storage.enable_s3()
     _put(handler)
     return handler
 
@@ -40,6 +45,8 @@ def unregister() -> None:
         raise ValueError("orbax_ext is not registered: there is nothing to put back.")
     found, _ = _replaced.pop()
     _put(found)
+    if _enabled_s3.pop():
+        storage.disable_s3()
 
 
 @contextlib.contextmanager
@@ -49,7 +56,9 @@ def registered(**knobs: Any) -> Iterator[BroadcastArrayHandler]:
     try:
         yield register(**knobs)
     finally:
-        del _replaced[depth:]
+        if any(_enabled_s3[depth:]):
+            storage.disable_s3()
+        del _replaced[depth:], _enabled_s3[depth:]
         _put(before)
 
 

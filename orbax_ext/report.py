@@ -20,6 +20,7 @@ class RestoreReport:
     strategy: dict[str, str] = dataclasses.field(default_factory=dict)  # leaf name: "single" or "direct: why"
     groups: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase
+    s3: dict[str, int] = dataclasses.field(default_factory=dict)  # requests and bytes, of metadata and of arrays
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -36,8 +37,14 @@ class RestoreReport:
         phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         return (
             f"process {self.process} of {self.processes}: {self.leaves} leaves, {self.leaves - direct} broadcast in "
-            f"{self.groups} groups, {direct} read the ordinary way; {phases}"
+            f"{self.groups} groups, {direct} read the ordinary way; {phases}{self._s3_in_words()}"
         )
+
+    def _s3_in_words(self) -> str:
+        if not any(self.s3.values()):
+            return ""
+        requests = self.s3["metadata_requests"] + self.s3["array_requests"]
+        return f"; S3: {requests} requests, {self.s3['metadata_bytes'] + self.s3['array_bytes']} bytes"
 
 
 def last_report() -> RestoreReport | None:

@@ -13,6 +13,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import compat
 from orbax_ext import mesh as mesh_lib
+from orbax_ext import stored as stored_lib
 from orbax_ext.exchange import Block
 from orbax_ext.plan import Leaf, MeshInfo
 
@@ -52,7 +53,7 @@ async def describe(handler: type_handlers.ArrayHandler, infos: Sequence[Any], ar
     ]
     stored = {}
     if open_ones:
-        found = await handler.metadata([infos[index] for index in open_ones])
+        found = await stored_lib.look_up(handler, [infos[index] for index in open_ones])
         stored = dict(zip(open_ones, found, strict=True))
     meshes: dict[Mesh, int] = {}
     wishes = []

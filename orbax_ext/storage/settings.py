@@ -1,0 +1,170 @@
+"""Where the S3 store is and how to speak to it: arguments first, then the environment, then AWS's own files."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Addressing = Literal["auto", "path", "virtual"]
+_DEFAULT_REGION = "us-east-1"  # what stores other than AWS expect when they have no regions
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is needed to speak to a store. No credentials: each client finds those by itself, and renews them."""
+
+    endpoint: str | None = None  # None is AWS
+    region: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+    addressing: Addressing = "auto"
+    retries: int = 8
+    stall_seconds: int = 60
+    share_metadata: bool = True
+
+    def __post_init__(self) -> None:
+        if self.addressing not in get_args(Addressing):
+            raise ValueError(f"addressing is one of {', '.join(get_args(Addressing))}; got {self.addressing!r}.")
+        if self.endpoint is not None:
+            _check_endpoint(self.endpoint)
+        for name in ("retries", "stall_seconds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    @property
+    def virtual_host(self) -> bool:
+        """Whether the bucket goes into the host name. With an endpoint that is what one asks for; AWS is used to it."""
+        return self.addressing == "virtual" or (self.addressing == "auto" and self.endpoint is None)
+
+
+def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settings:
+    """Fills in what was not given from AWS_* variables and the profile's configuration."""
+    environ = os.environ if environ is None else environ
+    profile = given.profile or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    config = _profile_config(environ, profile or "default")
+    ignore = environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    endpoint = given.endpoint
+    if endpoint is None and not ignore:
+        endpoint = (
+            environ.get("AWS_ENDPOINT_URL_S3")
+            or environ.get("AWS_ENDPOINT_URL")
+            or config.get("s3.endpoint_url")
+            or config.get("endpoint_url")
+        )
+    region = given.region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or config.get("region")
+    if region is None and endpoint is not None:
+        region = _DEFAULT_REGION
+    addressing: Any = given.addressing
+    if addressing == "auto" and config.get("s3.addressing_style") in get_args(Addressing):
+        addressing = config["s3.addressing_style"]
+    return dataclasses.replace(
+        given,
+        endpoint=endpoint.rstrip("/") if endpoint else None,
+        region=region,
+        profile=profile,
+        addressing=addressing,
+    )
+
+
+def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
+    """TensorStore's spec of this place in the store. It names no secret, so it may be logged and stored."""
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    endpoint = settings.endpoint
+    if endpoint is not None and settings.virtual_host:
+        # An empty bucket is TensorStore's way to say that the endpoint already names it.
+        spec["bucket"] = ""
+        endpoint = _with_bucket(endpoint, bucket)
+    elif endpoint is None and settings.addressing == "path":
+        if settings.region is None:
+            raise ValueError("addressing='path' on AWS needs a region: pass region= or set AWS_REGION.")
+        endpoint = f"https://s3.{settings.region}.amazonaws.com"
+    if endpoint is not None:
+        spec["endpoint"] = endpoint
+    if settings.region is not None:
+        spec["aws_region"] = settings.region
+    if settings.anonymous:
+        spec["aws_credentials"] = {"type": "anonymous"}
+    elif settings.profile is not None:
+        spec["aws_credentials"] = {"type": "default", "profile": settings.profile}
+    spec["s3_request_retries"] = {"max_retries": settings.retries, "initial_delay": "200ms", "max_delay": "10s"}
+    return spec
+
+
+def filesystem_arguments(settings: Settings) -> dict[str, Any]:
+    """The same for s3fs."""
+    config: dict[str, Any] = {
+        "s3": {"addressing_style": "virtual" if settings.virtual_host else "path"},
+        "retries": {"mode": "standard", "total_max_attempts": settings.retries + 1},
+        "connect_timeout": min(settings.stall_seconds, 30),
+        "read_timeout": settings.stall_seconds,
+        # Newer checksums are refused by many S3-compatible stores.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    if settings.addressing == "auto" and settings.endpoint is None:
+        del config["s3"]
+    arguments: dict[str, Any] = {
+        "anon": settings.anonymous,
+        "endpoint_url": settings.endpoint,
+        "config_kwargs": config,
+        "use_listings_cache": False,  # another process's new step must be seen
+        "skip_instance_cache": True,
+    }
+    if settings.profile is not None and not settings.anonymous:
+        arguments["profile"] = settings.profile
+    if settings.region is not None:
+        arguments["client_kwargs"] = {"region_name": settings.region}
+    return arguments
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parsed = urllib.parse.urlsplit(endpoint)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname or parsed.query or parsed.fragment:
+        raise ValueError(f"endpoint must be a URL such as https://minio.example.com:9000; got {_shown(parsed)!r}.")
+    if parsed.username or parsed.password:
+        raise ValueError("endpoint must not hold a user name or password: use AWS_* variables or a profile for those.")
+
+
+def _shown(parsed: urllib.parse.SplitResult) -> str:
+    return parsed._replace(netloc=parsed.netloc.rpartition("@")[2]).geturl()
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    parsed = urllib.parse.urlsplit(endpoint)
+    return parsed._replace(netloc=f"{bucket}.{parsed.netloc}").geturl()
+
+
+def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
+    """The profile's part of AWS's config file; a nested setting as "s3.name"."""
+    path = pathlib.Path(environ.get("AWS_CONFIG_FILE") or pathlib.Path.home() / ".aws" / "config").expanduser()
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}  # the clients themselves say what is wrong with it
+    section = "default" if profile == "default" else f"profile {profile}"
+    if not parser.has_section(section):
+        return {}
+    found = _flat(dict(parser.items(section)))
+    services = found.get("services")
+    if services and parser.has_section(f"services {services}"):
+        found.update(_flat(dict(parser.items(f"services {services}"))))
+    return found
+
+
+def _flat(section: Mapping[str, str]) -> dict[str, str]:
+    """Nested settings are indented lines below their parent, which configparser takes for a value of many lines."""
+    found = {}
+    for name, value in section.items():
+        if not value.startswith("\n"):
+            found[name] = value.strip()
+            continue
+        for line in value.strip().splitlines():
+            inner, _, setting = line.partition("=")
+            found[f"{name}.{inner.strip()}"] = setting.strip()
+    return found

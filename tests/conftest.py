@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3 import proxy as s3_proxy
+from tests.s3 import server as s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """The port of a real S3-compatible server."""
+    if not s3_server.command().exists():
+        pytest.skip(f"no S3 server: {s3_server.command()} is missing; `make test` puts it there")
+    with s3_server.running() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def _proxy(s3_port: int) -> Iterator[s3_proxy.FaultProxy]:
+    with s3_proxy.FaultProxy(s3_port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(_proxy: s3_proxy.FaultProxy) -> Iterator[s3_proxy.FaultProxy]:
+    """A calm proxy in front of the S3 server."""
+    _proxy.calm()
+    yield _proxy
+    _proxy.calm()
+
+
+@pytest.fixture
+def bucket(s3_port: int) -> str:
+    """The name of a new bucket."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    s3_server.make_bucket(s3_port, name)
+    return name
+
+
+@pytest.fixture
+def s3(proxy: s3_proxy.FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """S3 enabled in this process, through the proxy; gives an s3:// directory that does not exist yet."""
+    from orbax_ext import storage
+
+    for name, value in s3_server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    storage.enable_s3(proxy.url, "us-east-1", retries=2, stall_seconds=2)
+    try:
+        yield f"s3://{bucket}/run"
+    finally:
+        storage.disable_s3()

@@ -1,0 +1,251 @@
+"""S3 on real processes: save, restart, restore; one process's error is everyone's; what is asked of the store."""
+
+from __future__ import annotations
+
+import collections
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from orbax_ext import lab
+from tests.multiprocess import world
+from tests.multiprocess.world import MeshSpec
+from tests.s3 import server as s3_server
+from tests.s3.proxy import Fault, FaultProxy
+
+pytestmark = pytest.mark.core
+
+MESH = MeshSpec((4, 2), ("dp", "tp"))
+STATE = {name: spec for name, spec in world.STATE.items() if name != "embedding"}
+
+
+@pytest.fixture(scope="module")
+def job(_proxy: FaultProxy) -> Iterator[lab.Cluster]:
+    """4 processes x 2 devices that reach the store through the proxy, by the usual variables."""
+    env = {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": _proxy.url, "AWS_REGION": "us-east-1"}
+    with lab.Cluster(processes=4, devices=2, env=env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def saved(job: lab.Cluster, s3_port: int) -> str:
+    """A checkpoint on S3, saved by 4 processes that are gone: those of `job` are started anew."""
+    s3_server.make_bucket(s3_port, "multi")
+    job.run(save, "s3://multi/run")
+    job.stop()
+    return "s3://multi/run"
+
+
+def test_saved_by_four_processes_and_restored_by_four_new_ones(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    del proxy
+    found = job.run(restore, saved)
+    assert world.all_of([differences for differences, _ in found]) == []
+    assert [report["array_bytes"] > 0 for _, report in found] == [True, False, False, False]  # one replica reads
+
+
+def test_each_piece_of_metadata_is_read_by_one_process(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    job.run(make_manager, saved)
+    proxy.requests.clear()
+    reports = [report for _, report in job.run(restore_again)]
+    asked = collections.Counter(request.line for request in proxy.requests if "/d/" not in request.line)
+    assert set(asked.values()) == {1}
+    assert sum(report["metadata_requests"] + report["array_requests"] for report in reports) == len(proxy.requests)
+    job.run(make_manager, saved, share_metadata=False)
+    proxy.requests.clear()
+    job.run(restore_again)
+    assert len(proxy.requests) > 3 * sum(asked.values())
+
+
+def test_shapes_and_dtypes_that_nobody_named_are_looked_up_by_one_process(
+    job: lab.Cluster, saved: str, proxy: FaultProxy
+) -> None:
+    job.run(make_manager, saved)
+    proxy.requests.clear()
+    assert world.all_of(job.run(restore_by_shardings)) == []
+    manifests = [request for request in proxy.requests if request.line.endswith("default/manifest.ocdbt")]
+    assert 1 <= len(manifests) <= 2  # one process looks the arrays up, one replica reads them
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (Fault("expired", "GET .*/(d/|manifest)"), "renew the credentials"),
+        (Fault("denied", "GET .*/d/"), "bucket policy"),
+        (Fault("503", "GET .*manifest"), "try again later"),
+    ],
+    ids=["expired credentials", "access denied", "throttled for good"],
+)
+def test_one_process_fails_to_read_and_all_raise_the_same_error_without_a_secret(
+    job: lab.Cluster, saved: str, proxy: FaultProxy, fault: Fault, remedy: str
+) -> None:
+    proxy.faults.append(Fault(fault.kind, fault.match))
+    outcomes = job.outcomes(restore, saved)
+    assert [outcome.failure.type if outcome.failure else "" for outcome in outcomes] == ["RestoreFailedError"] * 4
+    messages = {outcome.failure.message for outcome in outcomes if outcome.failure}
+    assert len(messages) == 1
+    message = messages.pop()
+    assert f"{saved}/0/default" in message
+    assert remedy in message
+    told = message + "".join(
+        str(outcome.failure and outcome.failure.traceback) + job.log(outcome.rank) for outcome in outcomes
+    )
+    assert s3_server.SECRET_KEY not in told
+    assert s3_server.SESSION_TOKEN not in told
+
+
+def test_metadata_that_can_not_be_read_fails_on_all_alike(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    job.run(make_manager, saved)
+    proxy.faults.append(Fault("denied", "GET .*/default/_METADATA"))
+    outcomes = job.outcomes(restore_again)
+    assert {str(outcome.failure) for outcome in outcomes} == {str(outcomes[0].failure)}
+    assert "s3://multi/run/0/default/_METADATA: AccessDenied" in str(outcomes[0].failure)
+    assert len([request for request in proxy.requests if "default/_METADATA" in request.line]) == 1
+
+
+def test_a_missing_bucket_is_named_by_all(job: lab.Cluster, proxy: FaultProxy) -> None:
+    del proxy
+    outcomes = job.outcomes(restore, "s3://no-such-bucket/run")
+    assert all("s3://no-such-bucket/run" in str(outcome.failure) for outcome in outcomes)
+
+
+def test_passing_faults_harm_nobody(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    proxy.faults += [
+        Fault("503", "GET ", times=3),
+        Fault("reset", "GET .*/d/", times=2),
+        Fault("short", "GET .*_METADATA", times=1),
+    ]
+    found = job.run(restore, saved)
+    assert world.all_of([differences for differences, _ in found]) == []
+    assert all(fault.hits for fault in proxy.faults)
+
+
+def test_a_job_killed_just_before_a_save_is_complete_leaves_no_checkpoint(
+    job: lab.Cluster, saved: str, proxy: FaultProxy
+) -> None:
+    proxy.faults.append(Fault("hold", "PUT .*/1/commit_success"))
+    run = job.submit(save, saved, step=1)
+    deadline = time.monotonic() + 60
+    while not proxy.faults[0].hits:
+        assert time.monotonic() < deadline, "the save did not come to its end"
+        time.sleep(0.01)
+    for rank in range(4):
+        job.signal(rank, signal.SIGKILL)
+    assert not any(outcome.ok for outcome in run.outcomes(30))
+    proxy.calm()
+    assert job.run(latest_step, saved) == [0] * 4
+
+
+def test_work_that_the_first_process_fails_to_do_for_all_is_done_by_the_others(job: lab.Cluster) -> None:
+    assert sorted(job.run(share_what_fails_first)) == ["done by itself"] * 3 + ["failed"]
+
+
+def test_a_long_result_is_shared_in_full(job: lab.Cluster) -> None:
+    assert job.run(share_a_long_result) == [1] * 4
+
+
+# Run on the processes.
+
+_manager: Any = None
+
+
+def save(path: str, step: int = 0) -> None:
+    import orbax.checkpoint as ocp
+
+    from orbax_ext import storage
+
+    storage.enable_s3(retries=2)
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(step, args=ocp.args.PyTreeSave(world.make_state(STATE, MESH.make())))
+        manager.wait_until_finished()
+
+
+def make_manager(path: str, share_metadata: bool = True) -> None:
+    import orbax.checkpoint as ocp
+
+    from orbax_ext import storage
+
+    global _manager
+    storage.enable_s3(retries=2, stall_seconds=20, share_metadata=share_metadata)
+    _manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True))
+
+
+def restore_again() -> tuple[list[str], dict[str, int]]:
+    """Restores with the manager that is there."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    import orbax_ext
+
+    mesh = MESH.make()
+    abstract = world.abstract_state(STATE, mesh)
+    with orbax_ext.registered(replica_axis="dp", strategy="single"):
+        args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
+        restored = jax.block_until_ready(_manager.restore(0, args=args))
+    report = orbax_ext.last_report()
+    assert report is not None
+    return world.differences(restored, STATE, mesh), report.s3
+
+
+def restore_by_shardings() -> list[str]:
+    """Restores with restore args that say nothing of shapes and dtypes."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    import orbax_ext
+
+    mesh = MESH.make()
+    wanted = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), world.shardings(STATE, mesh))
+    with orbax_ext.registered(replica_axis="dp", strategy="single"):
+        restored = _manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=wanted))
+    return world.differences(restored, STATE, mesh)
+
+
+def restore(path: str) -> tuple[list[str], dict[str, int]]:
+    make_manager(path)
+    return restore_again()
+
+
+def latest_step(path: str) -> int | None:
+    make_manager(path)
+    found: int | None = _manager.latest_step()
+    return found
+
+
+def share_what_fails_first() -> str:
+    import jax
+
+    from orbax_ext import compat
+    from orbax_ext.storage import once
+
+    client = compat.coordination_client()
+
+    def work() -> str:
+        if client.key_value_increment("tries", 1) == 1:
+            raise OSError("no")
+        return "done by itself"
+
+    try:
+        return once.Board(client, "test of once", jax.process_index(), 60.0).once("some work", work)
+    except OSError:
+        return "failed"
+
+
+def share_a_long_result() -> int:
+    import jax
+
+    from orbax_ext import compat
+    from orbax_ext.storage import once
+
+    client = compat.coordination_client()
+
+    def work() -> str:
+        client.key_value_increment("long tries", 1)
+        return "long" * once._MAX_PART
+
+    result = once.Board(client, "test of once", jax.process_index(), 60.0).once("long work", work)
+    assert result == "long" * once._MAX_PART
+    tries: int = client.key_value_increment("long tries", 0)
+    return tries
