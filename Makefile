@@ -2,6 +2,9 @@
 #   make demo    restore on 4 processes x 8 devices, stock Orbax beside orbax_ext
 #   make test    all tests, on the oldest and on the newest supported Orbax
 #   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
+#   make test-faults    processes that fail, stop, die or disagree in the middle of a restore; prints a table
+#   make faults-table   the same, and writes the table into BUILD.md
+#   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
@@ -24,6 +27,7 @@ EXAMPLES ?= 300
 
 .PHONY: bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
 .PHONY: test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
+.PHONY: test-faults test-faults-oldest test-faults-newest faults-table bench-meetings
 
 demo: $(NEWEST)/.ready
 	$(NEWEST)/bin/orbax-ext demo
@@ -41,6 +45,17 @@ test-property: test-property-oldest test-property-newest
 test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
 	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
 		tests/multiprocess/test_property.py $(PYTEST_ARGS)
+
+test-faults: test-faults-oldest test-faults-newest
+
+test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
+	.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS)
+
+faults-table: export ORBAX_EXT_FAULTS_TABLE = write
+faults-table: test-faults
+
+bench-meetings: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m tools.bench_meetings --write
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .

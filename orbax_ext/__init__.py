@@ -14,6 +14,7 @@ from orbax_ext.errors import (  # noqa: E402, the version is checked before anyt
     RestoreFailedError,
     RestoreTimeoutError,
 )
+from orbax_ext.fallback import ValidRestore, restore_latest_valid  # noqa: E402
 from orbax_ext.handler import BroadcastArrayHandler  # noqa: E402
 from orbax_ext.placement import (  # noqa: E402
     barrier,
@@ -41,6 +42,7 @@ __all__ = [
     "RestoreFailedError",
     "RestoreReport",
     "RestoreTimeoutError",
+    "ValidRestore",
     "__version__",
     "barrier",
     "canonical_spec",
@@ -53,6 +55,7 @@ __all__ = [
     "registered",
     "replicate",
     "restore_args",
+    "restore_latest_valid",
     "shard",
     "stack",
     "stitch",

@@ -52,6 +52,36 @@ def sharding_from_text(text: str | None) -> Any:
     return None if text is None else sharding_metadata.from_serialized_string(text)
 
 
+def start_coordination_service(address: str, clients: int) -> Any:
+    """A coordination service of its own, without devices; shut it down after its clients."""
+    return _jax_extension().get_distributed_runtime_service(address, clients)
+
+
+def join_coordination_service(address: str, number: int, seconds: int) -> Any:
+    """A client of such a service; returns when it is connected."""
+    client = _jax_extension().get_distributed_runtime_client(
+        address, number, init_timeout=seconds, shutdown_on_destruction=False
+    )
+    client.connect()
+    return client
+
+
+def _jax_extension() -> Any:
+    from jax._src.lib import _jax
+
+    return _jax
+
+
+def array_store(directory: Any, name: str | None, in_database: bool) -> Any:
+    """TensorStore's spec for where an array of a checkpoint is stored, or all of them; a database is OCDBT."""
+    return tensorstore_utils.build_kvstore_tspec(os.fspath(directory), name, use_ocdbt=in_database)
+
+
+def array_context(in_database: bool) -> Any:
+    """The TensorStore context that such specs need."""
+    return tensorstore_utils.get_ts_context(use_ocdbt=in_database)
+
+
 def array_handler_parameters() -> tuple[str, ...]:
     """The names of ArrayHandler's keyword arguments in this release."""
     return tuple(inspect.signature(type_handlers.ArrayHandler).parameters)
@@ -346,6 +376,10 @@ class LonelyClient:
 
     def key_value_delete(self, key: str) -> None:
         self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        self._values[key] = str(int(self._values.get(key, "0")) + increment)
+        return int(self._values[key])
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         return self._values[key]

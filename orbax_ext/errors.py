@@ -16,12 +16,15 @@ Bad arguments are plain `ValueError`s that say what was expected, what was found
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import dataclasses
 import functools
 import traceback
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from orbax_ext.scrub import scrub, sendable
 
 
 class RestoreError(Exception):
@@ -126,9 +129,10 @@ _MAX_TRACEBACK = 16384
 
 
 def to_payload(error: BaseException) -> dict[str, str]:
-    """An error as text for the other processes, cut to size."""
-    trace = "".join(traceback.format_exception(error))
-    text = f"{type(error).__name__}: {error}"
+    """An error as text for the other processes: cut to size, without secrets."""
+    trace = sendable(scrub("".join(traceback.format_exception(error))))
+    cut_off = isinstance(error, (asyncio.CancelledError, GeneratorExit))
+    text = sendable(scrub(f"{type(error).__name__}: {'the restore was interrupted' if cut_off else error}"))
     return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:], "kind": builtin_kind(error)}
 
 

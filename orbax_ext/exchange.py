@@ -165,8 +165,7 @@ class Exchange:
         """
         ops = (SumOp(Block((1,), jnp.dtype("uint32"))),)
         self.compile(ops)
-        nothing = {device: jax.device_put(np.zeros(1, np.uint32), device) for device in self._mesh.local_devices}
-        (answer,) = self.run(ops, [nothing])
+        (answer,) = self.run(ops, [self._nothing(ops[0].operand)])
         jax.block_until_ready(list(answer.values()))
 
     def run(
@@ -176,6 +175,15 @@ class Exchange:
 
         An operand is a block for each of this process's devices. Those of sums are used up.
         """
+        try:
+            results = self._start(ops, operands)
+        except Exception:
+            # The others are inside the collective by now: without this process they could not leave it.
+            self._start(ops, [self._nothing(op.operand) for op in ops])
+            raise
+        return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
+
+    def _start(self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]) -> Any:
         arguments = [
             jax.make_array_from_single_device_arrays(
                 self._global_shape(op.operand), self._sharding, [there[device] for device in self._mesh.local_devices]
@@ -183,8 +191,11 @@ class Exchange:
             for op, there in zip(ops, operands, strict=True)
         ]
         with mesh_lib.scope(self._mesh):
-            results = self._programs[ops](*arguments)
-        return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
+            return self._programs[ops](*arguments)
+
+    def _nothing(self, block: Block) -> dict[jax.Device, jax.Array]:
+        zeros = np.zeros(block.carried_shape, block.carried_dtype)
+        return {device: jax.device_put(zeros, device) for device in self._mesh.local_devices}
 
     def _global_shape(self, block: Block) -> tuple[int, ...]:
         """All devices' blocks, one after the other along the first dimension."""

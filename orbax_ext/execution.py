@@ -64,7 +64,8 @@ class Execution:
         """Starts an exchange; the future has the finished arrays by leaf index."""
 
         async def finish() -> dict[int, jax.Array]:
-            received = self._exchange(group).run(self._ops(group), contributions)
+            # In a thread: some backends run the program in the caller's.
+            received = await in_thread(self._exchange(group).run, self._ops(group), contributions, limit=limit)
             contributions.clear()
             await in_thread(jax.block_until_ready, [list(there.values()) for there in received], limit=limit)
             return {leaf: self._hand_over(leaf, there) for leaf, there in self._by_leaf(group, received).items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -17,12 +16,15 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import (
     agreement,
+    arrival,
     compat,
+    differences,
     meeting,
     report,
     stacked_restore,
     storage,
     storage_metrics,
+    verification,
     version,
     wishes,
 )
@@ -32,9 +34,9 @@ from orbax_ext.execution import Execution
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.planner import digest
-from orbax_ext.waiting import in_thread
+from orbax_ext.waiting import Turn, in_thread
 
-_turn = threading.Lock()
+_turn = Turn()
 
 
 class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
@@ -55,6 +57,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         strategy: Any = "auto",
         stall_timeout: float = 300.0,
         timeout: float | None = None,
+        verify: bool = False,
         **array_handler_kwargs: Any,
     ) -> None:
         self.options = Options(
@@ -66,6 +69,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
             stall_timeout=stall_timeout,
             timeout=timeout,
+            verify=verify,
         )
         # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
         array_handler_kwargs.setdefault("array_metadata_store", compat.ArrayMetadataStore())
@@ -87,22 +91,25 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        # 1. Describe.
-        request = await wishes.describe(self, infos, args)
-        # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-        own_budget = budget_lib.choose(self.options)
-        plan = self._plan(request, own_budget)
+        async with arrival.failing_together(self.options):
+            # 1. Describe.
+            request = await wishes.describe(self, infos, args)
+            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+            own_budget = budget_lib.choose(self.options)
+            plan = self._plan(request, own_budget)
         _log_direct(request, plan)
         if not plan.groups and not _concerns_all_processes(request):
-            return await type_handlers.ArrayHandler.deserialize(self, infos, args)
+            arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
+            if self.options.verify:
+                await verification.verify_alone(self._limits(), request, arrays)
+            return arrays
         return await self._single_replica_deserialize_and_broadcast(request, own_budget)
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: wishes.Wishes, own_budget: int
     ) -> Sequence[jax.Array]:
-        limits = meeting.Limits(self.options.stall_timeout, self.options.timeout)
         account = report.RestoreReport(jax.process_index(), jax.process_count(), leaves=len(request.wishes))
-        with meeting.open_session("restore", limits, storage_metrics.bytes_read) as session:
+        with meeting.open_session("restore", self._limits(), storage_metrics.bytes_read) as session:
             # 3. Meet: is everybody here, do all want the same?
             with _timed(account, "arrive"):
                 agreed_budget = await self._arrive(session, request, own_budget)
@@ -115,6 +122,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 await session.together("connect", restore.connect(self.options.stall_timeout))
             # 5.-7. Read a group while the one before it travels.
             arrays = await self._read_and_exchange(session, restore, account)
+            if self.options.verify:
+                with _timed(account, "verify"):
+                    await verification.verify(session, request, arrays)
         # 8. Hand over.
         account.describe(request.leaves, plan)
         account.s3 = dataclasses.asdict(storage.restore_usage())
@@ -131,7 +141,13 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             "JAX version": jax.__version__,
         }
         arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
-        agreement.check({process: payload["wanted"] for process, payload in arrivals.items()}, session.hosts)
+        arrival.raise_failures(arrivals, session.hosts)
+        wanted_by_all = {process: payload["wanted"] for process, payload in arrivals.items()}
+        details = {}
+        if "tree" in agreement.differing(wanted_by_all):
+            tree = differences.describe(request.leaves, request.mesh_infos)
+            details = await differences.find(session, jax.process_index(), tree)
+        agreement.check(wanted_by_all, session.hosts, details)
         return min(int(payload["budget"]) for payload in arrivals.values())
 
     async def _read_and_exchange(
@@ -155,6 +171,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         direct, _ = await session.together("hand over", _both(restore.read_direct(), finish()))
         arrays.update(direct)
         return [arrays[index] for index in range(len(arrays))]
+
+    def _limits(self) -> meeting.Limits:
+        return meeting.Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
         return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=budget)
@@ -181,12 +200,13 @@ async def _both(first: Any, second: Any) -> tuple[Any, Any]:
 @contextlib.asynccontextmanager
 async def _one_at_a_time() -> AsyncIterator[None]:
     """Restores of one process take turns: two at once could meet another process's in the other order."""
-    while not _turn.acquire(blocking=False):
+    here = asyncio.get_running_loop()
+    while not _turn.take(here):
         await asyncio.sleep(0.01)
     try:
         yield
     finally:
-        _turn.release()
+        _turn.give_back(here)
 
 
 @contextlib.contextmanager

@@ -12,51 +12,46 @@ Waiting is bounded by progress: processes publish how far they are, and waiting 
 `stall` seconds, or after `total` seconds. Most calls to the service have no time limit of their own (if process 0 is
 stopped, so is the service), so they are made in a thread that is given up when the service falls silent.
 
-Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`. What
-is found there is data: JSON of bounded size.
+Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`, which
+the last process to leave removes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
-import json
 import math
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 from absl import logging
 
-from orbax_ext import compat, errors
-from orbax_ext.waiting import GivenUpError, Ticker, in_thread, watched
+from orbax_ext import compat, errors, summary
+from orbax_ext.board import MAX_VALUE, Board, Client, Payload
+from orbax_ext.scrub import scrub
+from orbax_ext.waiting import GivenUpError, StopTicking, Ticker, in_thread, watched
 
 _LEADER = 0
 _PREFIX = "orbax_ext"
 _PAUSES = (0.002, 0.25)  # first and longest pause of the gathering process between two looks
 _LOG_EVERY = 30.0
+_LOOKS = 3  # looks without progress after which those who are still missing are not waited for once one has failed
 _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
 _SILENCE = 5.0  # and this much longer again for a service that does not answer
 _LEAVE_LIMIT = 5.0
-_MAX_VALUE = 1 << 16  # characters of one process's contribution
 _MAX_NAMES = 16  # processes that a message names
+_GAVE_UP = {"gave up": True}  # stands where the arrival of a process was that waits no more
 
 T = TypeVar("T")
-Payload = Mapping[str, Any]  # must survive JSON
 
-
-class Client(Protocol):
-    """The part of JAX's coordination-service client that meetings use."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_try_get(self, key: str) -> str: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def key_value_delete(self, key: str) -> None: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+_hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not come to a later one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +97,25 @@ class Session:
         limits: Limits,
         done: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._client = client
+        self._board = Board(client)
         self._process = process
         self._processes = processes
         self._subject = f"{_PREFIX}/{subject}"
         self._limits = limits
         self._done = done
-        self._started = self._answered = time.monotonic()
+        self._started = time.monotonic()
+        self._deadline = math.inf if limits.total is None else self._started + limits.total
         self._nonce = uuid.uuid4().hex
         self._meetings = 0
         self._phase = "arrive"
         self._heard: dict[int, Heard] = {}
         # With many processes each looks less often, so that the service is asked no more in all.
-        self._look_every = min(10.0, max(2.0, processes / 100))
+        self._look_every = min(10.0, max(2.0, processes / 100), max(limits.stall / 4, 0.5))
+        self._most = MAX_VALUE * processes  # characters of a summary
+        self._arriving = False
+        self._left = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.worked = 0  # bytes done beside those that `done` tells
         self.id = ""
         self.hosts: dict[int, str] = {}
 
@@ -124,7 +125,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.leave("" if error is None else f"{type(error).__name__}: {error}")
+        self.leave(error)
 
     def arrive(self, mine: Payload) -> dict[int, Payload]:
         """Waits until all processes have arrived with the same subject; returns what each brought."""
@@ -144,20 +145,25 @@ class Session:
         Otherwise raises the same `RestoreFailedError` on all of them.
         """
         self._phase = phase
+        self._loop = asyncio.get_running_loop()
         mine: Payload = {}
         try:
-            with Ticker(self._tell_progress, every=max(1.0, self._processes / 200)):
+            with self.reporting():
                 result = await work
         except Exception as error:
             mine = errors.to_payload(error)
         except BaseException as error:  # interrupted: tell the others, but do not stay for the meeting
-            self._set(f"{self._home}/in/{self._meetings + 1}/{self._process}", errors.to_payload(error))
+            self._tell_interrupted(errors.to_payload(error))
             raise
         outcomes = await in_thread(self.meet, phase, mine)
         failed = errors.failures(outcomes, self.hosts, phase)
         if failed:
             raise errors.restore_failed(failed)
         return result
+
+    def reporting(self) -> Ticker:
+        """Publishes this process's progress as long as a `with` block lasts."""
+        return Ticker(self._tick, every=max(1.0, self._processes / 200))
 
     async def barrier(self, name: str) -> None:
         """Orbax's barrier on the coordination service, entered by all processes a moment after a meeting."""
@@ -172,59 +178,80 @@ class Session:
         except TimeoutError:
             raise self._silent_service() from None
 
-    def leave(self, why: str = "") -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
-        if not self.id:
+        self._board.close()  # a thread that is still at a meeting must not write what nobody would remove
+        if self._left or (not self.id and not self._arriving):
             return
+        self._left = True
+        board = Board(self._board.client)
+        board.answered = self._board.answered  # a service that is silent already is not waited for again
+        why = "" if error is None else errors.to_payload(error)["error"]
+        note: dict[str, Any] = {"why": why}
+        if isinstance(error, (errors.RestoreFailedError, errors.RestoreTimeoutError)):
+            note["verdict"] = errors.to_verdict(error)
 
         def go() -> None:
-            self._set(f"{self._home}/left/{self._process}", {"why": why[: errors.MAX_ERROR]})
-            if len(self._read(f"{self._home}/left")) == self._processes:
-                self._delete(self._home)
+            if not self.id:
+                self._withdraw(board, why)
+                return
+            board.put(f"{self._home}/left/{self._process}", note, self._most)
+            if board.count(f"{self._home}/gone") == self._processes:
+                board.delete(self._home)
 
         try:
-            watched(go, lambda: self._answered + _LEAVE_LIMIT)
+            watched(go, lambda: board.answered + _LEAVE_LIMIT)
         except Exception as error:
-            logging.warning("orbax_ext: could not tidy up after a meeting: %s", error)
+            logging.warning("orbax_ext: could not tidy up after a meeting: %s", scrub(str(error)))
 
     # Arriving and meeting, as seen by both sides.
 
     def _arrive(self, mine: Payload) -> dict[int, Payload]:
-        home = f"{self._subject}/in"
-        reply = f"{self._subject}/reply/{self._process}.{self._nonce}"
-        if self._process == _LEADER:
-            self._delete(f"{self._subject}/reply")  # of sessions that came to nothing
-        self._set(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
+        home, reply = f"{self._subject}/in", f"{self._subject}/reply/{self._process}"
+        self._board.delete(reply)  # to an arrival that was given up
+        self._board.put(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
+        self._arriving = True
         try:
             if self._process == _LEADER:
                 self._call_together(home)
             else:
-                self.id = self._await(reply, f"{self._subject}/status", home)["id"]
-        finally:
-            if not self.id:  # gave up: nobody may count on this process any more
-                self._delete(f"{home}/{self._process}")
-            self._delete(reply)
-        summary = self._await(f"{self._home}/out/0", f"{self._home}/status", home)
-        found = {int(process): payload for process, payload in summary.items()}
+                self.id = self._await(f"{reply}/{self._nonce}", f"{self._subject}/status", home)["id"]
+        except errors.RestoreError:
+            self._withdraw(self._board, "")
+            raise
+        self._board.delete(reply)
+        found = summary.unpack(self._await(f"{self._home}/out/0", f"{self._home}/status", home))
         self.hosts = {process: str(payload["host"]) for process, payload in found.items()}
+        _hosts_met.update(self.hosts)
         return found
+
+    def _withdraw(self, board: Board, why: str) -> None:
+        """Nobody may count on this process any more, but those who still wait shall know that it was there."""
+        home = f"{self._subject}/in"
+        if why and self._process == _LEADER:  # without it nobody would tell the others until they give up
+            failure = errors.ProcessFailure(socket.gethostname(), "arrive", why)
+            self._reply_to_all(board, {"verdict": errors.to_verdict(errors.RestoreFailedError({_LEADER: failure}))})
+        board.put(f"{home}/{self._process}", _GAVE_UP)
+        if all(arrival == _GAVE_UP for arrival in board.read(home).values()):
+            board.delete(home)
+        board.delete(f"{self._subject}/reply/{self._process}")
+        self._arriving = False
 
     def _meet(self, mine: Payload) -> dict[int, Payload]:
         self._meetings += 1
         home, out = f"{self._home}/in/{self._meetings}", f"{self._home}/out/{self._meetings}"
-        self._set(f"{home}/{self._process}", mine)
+        self._board.put(f"{home}/{self._process}", mine)
         if self._process == _LEADER:
             try:
                 found = self._gather(home)
             except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-                self._set(out, {"verdict": errors.to_verdict(error)})
+                self._publish(out, {"verdict": errors.to_verdict(error)})
                 raise
-            self._delete(home)
-            self._delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
-            self._set(out, {str(process): payload for process, payload in found.items()})
+            self._board.delete(home)
+            self._board.delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
+            self._publish(out, summary.pack(found))
             return found
-        summary = self._await(out, f"{self._home}/status", home)
-        return {int(process): payload for process, payload in summary.items()}
+        return summary.unpack(self._await(out, f"{self._home}/status", home))
 
     # Process 0's side.
 
@@ -233,82 +260,138 @@ class Session:
         try:
             arrivals = self._gather(home)
         except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-            for process, arrival in self._read(home).items():
-                self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"verdict": errors.to_verdict(error)})
+            self._reply_to_all(self._board, {"verdict": errors.to_verdict(error)})
             raise
         finally:
-            self._delete(f"{self._subject}/status")
+            self._board.delete(f"{self._subject}/status")
         self.id = uuid.uuid4().hex
-        self._delete(home)
-        self._set(f"{self._home}/out/0", {str(process): arrival["payload"] for process, arrival in arrivals.items()})
+        brought = {process: arrival["payload"] for process, arrival in arrivals.items()}
+        self._publish(f"{self._home}/out/0", summary.pack(brought))
+        self._board.delete(home)
         for process, arrival in arrivals.items():
-            self._set(f"{self._subject}/reply/{process}.{arrival['nonce']}", {"id": self.id})
+            self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", {"id": self.id})
+
+    def _reply_to_all(self, board: Board, reply: Payload) -> None:
+        for process, arrival in board.read(f"{self._subject}/in").items():
+            if arrival != _GAVE_UP and process != self._process:
+                board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", reply, self._most)
+
+    def _publish(self, key: str, value: Payload) -> None:
+        self._board.put(key, value, self._most)
 
     def _gather(self, home: str) -> dict[int, Any]:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
-        clock = _Clock(self._limits, self._started)
+        clock = _Clock(self._deadline)
+        clock.note((0, self._advance))
         pause, longest = _PAUSES
         looked = time.monotonic()
         while True:
-            found = self._read(home)
-            missing = [process for process in range(self._processes) if process not in found]
+            found = self._found(home)
+            missing = self._not_in(found)
             if not missing:
                 return found
-            if time.monotonic() - looked > self._look_every:
+            failed = errors.failures(found, self.hosts, self._phase) if self.id else {}
+            stall = min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall
+            if time.monotonic() - looked > self._look_every or clock.expired(stall):
                 looked = time.monotonic()
                 self._raise_if_gone()
-                advance = self._listen()
-                clock.note((len(found), advance))
-                self._set(f"{self._status_home}/status", {"advance": advance, "missing": missing[:_MAX_NAMES]})
+                clock.note((len(found), self._tell_status(missing)))
                 clock.log_waiting(self._phase, self._names(missing))
-            if clock.expired():
-                raise self._timeout(missing, {process: str(news) for process, news in self._heard.items()})
+            if clock.expired(stall):
+                raise self._gave_up(missing, failed)
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
-    def _listen(self) -> int:
-        """Reads the processes' progress; the result grows as long as anybody advances."""
+    def _gave_up(
+        self, missing: list[int], failed: dict[int, errors.ProcessFailure]
+    ) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
+        """Those who are missing, or if others have failed already, these first."""
+        heard = {process: str(news) for process, news in self._heard.items()}
+        if not failed:
+            return self._timeout(missing, heard)
+        late = {process: f"no outcome yet, {heard.get(process, 'nothing heard')}" for process in missing}
+        failed |= {process: errors.ProcessFailure(self._host(process), self._phase, late[process]) for process in late}
+        return errors.RestoreFailedError(failed)
+
+    def _tell_status(self, missing: list[int]) -> int:
+        """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""
+        self._listen()
+        named = missing[:_MAX_NAMES]
+        news = {process: str(self._heard[process]) for process in named if process in self._heard}
+        self._board.put(f"{self._status_home}/status", {"advance": self._advance, "missing": named, "news": news})
+        return self._advance
+
+    @property
+    def _advance(self) -> int:
+        """Grows as long as anybody is heard to advance."""
+        return sum(news.done for news in self._heard.values()) + len(self._heard)
+
+    def _listen(self) -> None:
+        """Reads the processes' progress."""
         if self.id:
-            for process, report in self._read(f"{self._home}/progress").items():
+            for process, report in self._board.read(f"{self._home}/progress").items():
                 before = self._heard.get(process)
                 if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
                     self._heard[process] = Heard(report["phase"], report["done"], time.monotonic())
-        return sum(news.done for news in self._heard.values()) + len(self._heard)
 
     # The others' side.
 
     def _await(self, key: str, status: str, home: str) -> Any:
         """Waits for process 0 to set `key`; `home` is where the contributions to this meeting are."""
-        clock = _Clock(self._limits, self._started, grace=_GRACE)
+        clock = _Clock(self._deadline + _GRACE)
+        news: dict[Any, str] = {}
         while True:
-            try:
-                text = self._client.blocking_key_value_get(key, int(self._look_every * 1000))
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-            else:
-                self._answered = time.monotonic()
-                found = json.loads(text)
+            found = self._board.wait(key, self._look_every, self._most)
+            if found is not None:
                 if "verdict" in found:
                     raise errors.from_verdict(found["verdict"])
                 return found
-            report = self._get(status)
+            report = self._board.get(status)
             self._raise_if_gone()
             if report is not None:
+                news = report["news"]
                 clock.note((report["advance"], report["missing"]))
                 clock.log_waiting(self._phase, self._names(report["missing"]))
-            if clock.expired():
-                here = self._read(home)
-                raise self._timeout([p for p in range(self._processes) if p not in here] or [_LEADER], {})
+            else:
+                clock.log_waiting(self._phase, self._names([_LEADER]))
+            if clock.expired(self._limits.stall + _GRACE):
+                raise self._timeout(self._not_in(self._board.read(home)) or [_LEADER], news)
 
     # Both sides.
 
+    def _found(self, home: str) -> dict[int, Any]:
+        """The contributions that still stand."""
+        return {process: value for process, value in self._board.read(home).items() if value != _GAVE_UP}
+
+    def _not_in(self, found: Collection[int]) -> list[int]:
+        return [process for process in range(self._processes) if process not in found]
+
+    def _tick(self) -> None:
+        """What a process does every so often while it works."""
+        if self._loop is not None and self._loop.is_closed():
+            # A KeyboardInterrupt ends Orbax's event loop, and what ran in it, without a word (0.12.0 and later).
+            self.leave(InterruptedError("the restore was interrupted"))
+            raise StopTicking
+        self._tell_progress()
+        if self._process == _LEADER:  # the others may be waiting already, and want to know whether to go on
+            self._tell_status(self._not_in(self._board.read(f"{self._home}/in/{self._meetings + 1}")))
+
+    def _tell_interrupted(self, mine: Payload) -> None:
+        key = f"{self._home}/in/{self._meetings + 1}/{self._process}"
+        with contextlib.suppress(Exception):  # those who wait will find that this process has left
+            watched(lambda: self._board.put(key, mine), lambda: self._board.answered + _LEAVE_LIMIT)
+
     def _tell_progress(self) -> None:
-        self._set(f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done()})
+        self._board.put(
+            f"{self._home}/progress/{self._process}", {"phase": self._phase, "done": self._done() + self.worked}
+        )
 
     def _raise_if_gone(self) -> None:
         """Raises if a process has left the session, or will not come to it."""
-        gone = self._read(f"{self._home}/left" if self.id else f"{self._subject}/absent")
+        gone = self._board.read(f"{self._home}/left" if self.id else f"{self._subject}/absent", self._most)
+        for note in gone.values():
+            if "verdict" in note:  # it has left for a reason that is everybody's
+                raise errors.from_verdict(note["verdict"])
         if gone:
             raise errors.RestoreFailedError(
                 {
@@ -321,10 +404,10 @@ class Session:
 
     def _watched(self, function: Callable[[], T]) -> T:
         """Runs a function that talks to the service, and gives up if the service falls silent."""
-        self._answered = time.monotonic()
+        self._board.answered = time.monotonic()
         limit = self._limits.stall + _GRACE + _SILENCE
         try:
-            return watched(function, lambda: self._answered + limit)
+            return watched(function, lambda: self._board.answered + limit)
         except GivenUpError:
             raise self._silent_service() from None
 
@@ -333,21 +416,24 @@ class Session:
 
     def _timeout(self, missing: Collection[int], heard: Mapping[Any, str]) -> errors.RestoreTimeoutError:
         phases = {int(process): text for process, text in heard.items() if int(process) in missing}
-        lines = [f"process {self._names([process])}: {phases.get(process, 'nothing heard')}" for process in missing]
+        unheard = "nothing heard" if self.id else "has not come to this restore"
+        lines = [f"process {self._names([process])}: {phases.get(process, unheard)}" for process in missing]
         waited = time.monotonic() - self._started
         return errors.RestoreTimeoutError(
             f"gave up in phase {self._phase!r} after {waited:.0f} s ({self._limits}); missing:\n  "
-            + "\n  ".join(lines),
+            + "\n  ".join(lines)
+            + "\nThe logs of these processes say why; if they are only slow, raise the limit.",
             missing,
             phases,
         )
 
     def _names(self, processes: Collection[int]) -> str:
-        shown = [f"{p} ({self.hosts[p]})" if p in self.hosts else str(p) for p in list(processes)[:_MAX_NAMES]]
+        hosts = {**_hosts_met, **self.hosts}
+        shown = [f"{p} ({hosts[p]})" if p in hosts else str(p) for p in list(processes)[:_MAX_NAMES]]
         return ", ".join(shown) + (" and more" if len(processes) > len(shown) else "")
 
     def _host(self, process: int) -> str:
-        return self.hosts.get(process, "unknown host")
+        return self.hosts.get(process) or _hosts_met.get(process, "unknown host")
 
     @property
     def _home(self) -> str:
@@ -356,35 +442,6 @@ class Session:
     @property
     def _status_home(self) -> str:
         return self._home if self.id else self._subject
-
-    # The service, with JSON values.
-
-    def _set(self, key: str, value: Payload) -> None:
-        text = json.dumps(value, separators=(",", ":"))
-        if len(text) > _MAX_VALUE * self._processes:
-            raise ValueError(f"A message of {len(text)} characters is too long for a meeting.")
-        self._client.key_value_set(key, text, allow_overwrite=True)
-        self._answered = time.monotonic()
-
-    def _read(self, home: str) -> dict[int, Any]:
-        """What each process has put under `home`."""
-        entries = self._client.key_value_dir_get(f"{home}/")
-        self._answered = time.monotonic()
-        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries if len(value) <= _MAX_VALUE}
-
-    def _get(self, key: str) -> Any:
-        try:
-            text = self._client.key_value_try_get(key)
-        except Exception as error:
-            if "NOT_FOUND" not in str(error):
-                raise
-            text = "null"
-        self._answered = time.monotonic()
-        return json.loads(text)
-
-    def _delete(self, key: str) -> None:
-        self._client.key_value_delete(key)
-        self._answered = time.monotonic()
 
 
 def open_session(subject: str, limits: Limits, done: Callable[[], int] = lambda: 0) -> Session:
@@ -399,27 +456,34 @@ def gather(subject: str, mine: Payload, limits: Limits) -> dict[int, Payload]:
         return session.arrive(mine)
 
 
+def tell_absent(subject: str, error: BaseException) -> None:
+    """Tells those who wait in `arrive` that this process will not come to the next session of that subject."""
+    if jax.process_count() > 1:
+        key = f"{_PREFIX}/{subject}/absent/{jax.process_index()}"
+        Board(compat.coordination_client()).put(key, {"why": errors.to_payload(error)["error"]})
+
+
+def withdraw_absent(subject: str) -> None:
+    """Takes `tell_absent` back, once all have ended the session that it was about."""
+    if jax.process_count() > 1:
+        Board(compat.coordination_client()).delete(f"{_PREFIX}/{subject}/absent/{jax.process_index()}")
+
+
 class _Clock:
     """Tells when waiting has lasted long enough, and when to log that one waits."""
 
-    def __init__(self, limits: Limits, started: float, grace: float = 0.0) -> None:
-        self._limits = limits
-        self._started = started
-        self._grace = grace
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
         self._advanced = self._logged = time.monotonic()
         self._seen: object = None
 
     def note(self, state: object) -> None:
         if state != self._seen:
-            if self._seen is not None:
-                self._advanced = time.monotonic()
-            self._seen = state
+            self._seen, self._advanced = state, time.monotonic()
 
-    def expired(self) -> bool:
-        now, total = time.monotonic(), self._limits.total
-        return now - self._advanced > self._limits.stall + self._grace or (
-            total is not None and now - self._started > total + self._grace
-        )
+    def expired(self, stall: float) -> bool:
+        now = time.monotonic()
+        return now - self._advanced > stall or now > self._deadline
 
     def log_waiting(self, phase: str, missing: str) -> None:
         if time.monotonic() - self._logged > _LOG_EVERY:

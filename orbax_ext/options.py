@@ -26,6 +26,7 @@ class Options:
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
       stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
       timeout: Seconds in all after which a restore fails on all of them; None for no such limit.
+      verify: Compare digests of what was restored across replicas, and with those stored beside the checkpoint.
     """
 
     replica_axis: str | int | Sequence[str | int] | None = None
@@ -36,6 +37,7 @@ class Options:
     broadcast_memory_scaling_factor: float | None = 0.75
     stall_timeout: float = 300.0
     timeout: float | None = None
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if self.replica_axis is not None and self.replica_axis_index is not None:
@@ -75,6 +77,7 @@ class Options:
             "replica axes": self.axes,
             "primary_replica_id": self.primary_replica_id,
             "strategy": self.strategy,
+            "verify": self.verify,
         }
 
 

@@ -21,6 +21,10 @@ T = TypeVar("T")
 _LOOK_EVERY = 0.5
 
 
+class StopTicking(Exception):  # noqa: N818, like StopIteration
+    """Raised by a ticker's function that has nothing more to do."""
+
+
 class GivenUpError(Exception):
     """A call did not come back in time; its thread was left to itself."""
 
@@ -45,7 +49,12 @@ async def in_thread(function: Callable[..., T], *args: Any, limit: float | None 
             deliver(done.set_exception, error)
 
     _start(call, getattr(function, "__name__", "call"))
-    return await asyncio.wait_for(done, limit)
+    try:
+        return await asyncio.wait_for(done, limit)
+    except TimeoutError:
+        if done.done() and not done.cancelled():  # the function's own
+            raise
+        raise TimeoutError(f"{getattr(function, '__name__', 'a call')} did not finish within {limit:g} s") from None
 
 
 def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
@@ -80,21 +89,46 @@ class Ticker:
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        _start(self._tick, "ticker")
+        self._thread = _start(self._tick, "ticker")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._thread.join(_LOOK_EVERY)  # so that nothing is published afterwards, unless the service is stuck
 
     def _tick(self) -> None:
         while not self._stop.wait(self._every):
             try:
                 self._function()
+            except StopTicking:
+                return
             except Exception as error:  # those who wait for news will do without
                 logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
 
 
-def _start(function: Callable[[], None], name: str) -> None:
-    threading.Thread(target=function, daemon=True, name=f"orbax_ext {name}").start()
+class Turn:
+    """A lock for coroutines of different event loops; one whose loop has been closed holds it no longer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: asyncio.AbstractEventLoop | None = None
+
+    def take(self, loop: asyncio.AbstractEventLoop) -> bool:
+        with self._lock:
+            if self._holder is not None and not self._holder.is_closed():
+                return False
+            self._holder = loop
+            return True
+
+    def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            if self._holder is loop:
+                self._holder = None
+
+
+def _start(function: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True, name=f"orbax_ext {name}")
+    thread.start()
+    return thread

@@ -1,0 +1,126 @@
+"""`orbax-ext verify`: compares a checkpoint with the digests that were stored beside it, or stores them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from orbax_ext import cli, stored_digests
+
+_EPILOG = """examples:
+  orbax-ext verify --write /ckpt/run7       stores digests of the newest step, once it is known to be good
+  orbax-ext verify /ckpt/run7 --step 1200   exit code 0: the same, 1: damaged, 2: nothing to compare with
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="compare a checkpoint with the digests stored beside it, or write them",
+        description=(
+            "Reads every array of a checkpoint and compares its digest with the one stored beside the checkpoint. With "
+            "--write, stores them; nothing in the checkpoint changes. Restores with verify=True compare with them too."
+        ),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a CheckpointManager's directory, a step, or an item in it")
+    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
+    parser.add_argument("--write", action="store_true", help="write the digests instead of comparing with them")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    items = _items(epath.Path(args.checkpoint), args.step)
+    results = [_write(item) if args.write else _compare(item) for item in items]
+    if args.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print("\n".join(line for result in results for line in _lines(result)))
+    return cli.EXIT_BAD_VERDICT if any(result["bad"] for result in results) else cli.EXIT_OK
+
+
+def _items(path: epath.Path, step: int | None) -> list[epath.Path]:
+    """The directories of arrays that a path stands for."""
+    if not path.is_dir():
+        raise cli.UserError(f"{path} is not a directory")
+    if step is not None:
+        found = [child for child in _steps(path) if _step_number(child) == step]
+        if not found:
+            raise cli.UserError(
+                f"{path} has no step {step}; it has {', '.join(c.name for c in _steps(path)) or 'none'}"
+            )
+        return _items(found[0], None)
+    if (path / "_METADATA").exists():
+        return [path]
+    if steps := _steps(path):
+        return _items(max(steps, key=lambda child: _step_number(child) or 0), None)
+    if items := sorted(child for child in path.iterdir() if (child / "_METADATA").exists()):
+        return items
+    raise cli.UserError(f"{path} is no Orbax checkpoint: neither it nor a directory in it has a _METADATA file")
+
+
+def _steps(path: epath.Path) -> list[epath.Path]:
+    return [child for child in path.iterdir() if _step_number(child) is not None and child.is_dir()]
+
+
+def _step_number(path: epath.Path) -> int | None:
+    digits = path.name.rpartition("_")[2]  # "1200", or "step_00001200"
+    return int(digits) if digits.isdecimal() else None
+
+
+def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    for number, (name, found) in enumerate(stored_digests.compute(item), 1):
+        if sys.stderr.isatty():
+            print(f"\r{number} arrays read", end="", file=sys.stderr, flush=True)
+        yield name, found
+
+
+def _write(item: epath.Path) -> dict[str, Any]:
+    found = dict(_digests(item))
+    bad = {name: f"can't be read: {what}" for name, what in found.items() if isinstance(what, str)}
+    good = {name: what for name, what in found.items() if not isinstance(what, str)}
+    written = None if bad else str(stored_digests.write(item, good))
+    return {"item": str(item), "arrays": len(found), "written": written, "bad": bad}
+
+
+def _compare(item: epath.Path) -> dict[str, Any]:
+    try:
+        stored = stored_digests.load(item)
+    except (ValueError, KeyError) as error:
+        raise cli.UserError(f"{stored_digests.path_for(item)} can't be understood: {error}") from None
+    if stored is None:
+        place = stored_digests.path_for(item)
+        why = "is of another checkpoint of the same name" if place.exists() else "does not exist"
+        raise cli.UserError(f"nothing to compare {item} with: {place} {why}; `orbax-ext verify --write` makes it")
+    found = dict(_digests(item))
+    bad = {name: "is missing" for name in stored if name not in found}
+    for name, what in found.items():
+        if isinstance(what, str):
+            bad[name] = f"can't be read: {what}"
+        elif name not in stored:
+            bad[name] = "was not there when the digests were written"
+        elif what != stored[name]:
+            bad[name] = f"is {_words(what)}, not {_words(stored[name])}"
+    return {"item": str(item), "arrays": len(found), "written": None, "bad": bad}
+
+
+def _words(what: Any) -> str:
+    return f"{what['dtype']}{what['shape']} with digest {what['digest']}"
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    lines = [f"{result['item']}: {name} {why.splitlines()[0]}" for name, why in sorted(result["bad"].items())]
+    if result["written"]:
+        lines.append(f"{result['item']}: digests of {result['arrays']} arrays written to {result['written']}")
+    elif result["bad"]:
+        lines.append(f"{result['item']}: {len(result['bad'])} of {result['arrays']} arrays are bad")
+    else:
+        lines.append(f"{result['item']}: all {result['arrays']} arrays have the digests that were stored")
+    return lines

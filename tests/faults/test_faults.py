@@ -1,0 +1,259 @@
+"""Processes that fail, stop, die or disagree in the middle of a restore: every survivor ends, and names the culprit.
+
+Each fault is also put to stock Orbax's single-replica handler, on a cluster of its own, for the table in BUILD.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import queue
+import random
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import pytest
+
+from orbax_ext import cli, lab
+from tests.faults import damage, scenarios, table
+from tests.faults.scenarios import OTHER, READER, STALL, Record
+
+HANGS_AFTER = 15.0  # seconds after which a stock restore counts as hanging, unless a healthy one is that slow here
+_STOCK_LIMIT = 900.0  # seconds for all that waits for a stock cluster
+SOAK = int(os.environ.get("ORBAX_EXT_SOAK", "200"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens, and what must come of it."""
+
+    name: str
+    scenario: Callable[[str, str], Record]
+    expected: str  # on every process that lives and takes part
+    culprit: int | None  # whom the message names
+    damage: Callable[[str], None] | None = None
+    dies: tuple[int, ...] = ()
+    stopped: int | None = None
+    told: str = ""  # what else the message says
+
+
+FAULTS = [
+    Fault(
+        "read error on the reader", scenarios.read_error, "RestoreFailedError", READER, told="OSError: the disk is gone"
+    ),
+    Fault("corrupted chunk", scenarios.healthy, "RestoreFailedError", READER, damage.corrupt),
+    Fault("truncated file", scenarios.healthy, "RestoreFailedError", READER, damage.truncate),
+    Fault("missing file", scenarios.healthy, "RestoreFailedError", READER, damage.remove),
+    Fault(
+        "permission denied on the reader",
+        scenarios.permission_denied,
+        "RestoreFailedError",
+        READER,
+        damage.lock,
+        told="PERMISSION_DENIED",
+    ),
+    Fault("reader stopped past the limit", scenarios.reader_stopped, "RestoreTimeoutError", READER, stopped=READER),
+    Fault("reader slow but advancing, past the limit", scenarios.reader_slow, "restored", None),
+    Fault("reader killed", scenarios.reader_killed, "RestoreTimeoutError", READER, dies=(READER,)),
+    Fault("another process killed", scenarios.non_reader_killed, "RestoreTimeoutError", OTHER, dies=(OTHER,)),
+    Fault("one process never calls restore", scenarios.never_calls, "RestoreTimeoutError", OTHER),
+    Fault(
+        "one process asks for another tree", scenarios.another_tree, "PlanMismatchError", OTHER, told="has 'layer3' as"
+    ),
+    Fault(
+        "one process has other options",
+        scenarios.other_options,
+        "PlanMismatchError",
+        OTHER,
+        told="primary_replica_id: most have 1, but",
+    ),
+    Fault(
+        "exception in the exchange of one process",
+        scenarios.exception_in_exchange,
+        "RestoreFailedError",
+        OTHER,
+        told="MemoryError",
+    ),
+    Fault("KeyboardInterrupt on the reader", scenarios.interrupted, "RestoreFailedError", READER),
+]
+
+
+class Arena:
+    """A cluster for orbax_ext, two that stock Orbax is put to the same faults on meanwhile, and the checkpoint."""
+
+    def __init__(self, place: pathlib.Path) -> None:
+        self.place = place
+        self.ours = lab.Cluster(4, 2, timeout=120)
+        self._idle: queue.SimpleQueue[lab.Cluster] = queue.SimpleQueue()
+        self._stock = [lab.Cluster(4, 2, timeout=120) for _ in range(2)]
+        for cluster in self._stock:
+            self._idle.put(cluster)
+        self._pool = futures.ThreadPoolExecutor(len(self._stock))
+        self._rows: list[tuple[str, str, futures.Future[str] | None]] = []
+        self.saved = str(place / "saved")
+        self.ours.run(scenarios.save, self.saved)
+        self.ours.run(scenarios.healthy, self.saved, "ours")
+        self.healthy_seconds = max(r.seconds for r in self.ours.run(scenarios.healthy, self.saved, "ours"))
+        self.patience = max(HANGS_AFTER, 4 * self.healthy_seconds)
+
+    def copy(self, change: Callable[[str], None] | None) -> str:
+        if change is None:
+            return self.saved
+        path = tempfile.mkdtemp(dir=self.place)
+        shutil.rmtree(path)
+        shutil.copytree(self.saved, path)
+        change(path)
+        return path
+
+    def run(self, fault: Fault, path: str) -> list[lab.Outcome]:
+        """The outcomes of ours; those of stock Orbax are waited for at the end."""
+        theirs = self._pool.submit(self._put_to_stock, fault, path)
+        mine = self.ours.submit(fault.scenario, path, "ours")
+        if fault.stopped is not None:
+            threading.Thread(target=self._wake_later, args=(fault.stopped, path), daemon=True).start()
+        outcomes = mine.outcomes()
+        self._rows.append((fault.name, table.summary(outcomes), theirs))
+        return outcomes
+
+    def _wake_later(self, rank: int, path: str) -> None:
+        while not scenarios.stop_mark(path, "ours").exists():
+            time.sleep(0.1)
+        time.sleep(STALL + 14)
+        self.ours.signal(rank, signal.SIGCONT)
+
+    def note(self, fault: str, ours: str) -> None:
+        self._rows.append((fault, ours, None))
+
+    def rows(self) -> list[table.Row]:
+        return [
+            table.Row(fault, "-" if theirs is None else theirs.result(_STOCK_LIMIT), ours)
+            for fault, ours, theirs in self._rows
+        ]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for cluster in (self.ours, *self._stock):
+            cluster.close()
+
+    def _put_to_stock(self, fault: Fault, path: str) -> str:
+        cluster = self._idle.get(timeout=_STOCK_LIMIT)
+        try:
+            return table.summary(cluster.submit(fault.scenario, path, "stock").outcomes(self.patience))
+        finally:
+            self._idle.put(cluster)
+
+
+@pytest.fixture(scope="module")
+def arena(pytestconfig: pytest.Config) -> Iterator[Arena]:
+    # Not in pytest's own directory, which only its owner may enter.
+    with tempfile.TemporaryDirectory(prefix="orbax_ext_faults_") as place:
+        os.chmod(place, 0o755)
+        running = Arena(pathlib.Path(place))
+        try:
+            yield running
+            rows = running.rows()
+        finally:
+            running.close()
+    release = importlib.metadata.version("orbax-checkpoint")
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n\nOrbax {release}, stall_timeout={STALL:g}, hang = no end within {running.patience:.0f} s\n")
+        print(table.markdown(rows))
+    if os.environ.get("ORBAX_EXT_FAULTS_TABLE") == "write":
+        table.write(rows, release)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_survivor_ends_in_time_and_names_the_culprit(arena: Arena, fault: Fault) -> None:
+    outcomes = arena.run(fault, arena.copy(fault.damage))
+    for outcome in outcomes:
+        if outcome.rank in fault.dies:
+            assert outcome.state == "died", str(outcome)
+            continue
+        assert outcome.ok, str(outcome)
+        record = outcome.value
+        if record.outcome == "not called" or (fault.name.startswith("Keyboard") and outcome.rank == READER):
+            continue
+        assert record.outcome == fault.expected, record.message
+        assert fault.told in record.message
+        if fault.culprit is not None:
+            assert re.search(rf"process {fault.culprit}\b", record.message), record.message
+            if outcome.rank != fault.stopped:
+                assert record.seconds < arena.healthy_seconds + STALL + 10
+    if not fault.dies:
+        _next_restore_works(arena)
+
+
+def test_a_process_that_restores_once_more_than_the_others_is_told_who_is_missing(arena: Arena) -> None:
+    outcomes = arena.run(Fault("one process calls it twice", scenarios.calls_twice, "", None), arena.saved)
+    records = [outcome.value for outcome in outcomes]
+    assert [record.outcome for record in records] == ["restored", "restored", "RestoreTimeoutError", "restored"]
+    assert all(f"process {rank} (" in records[OTHER].message for rank in (0, 1, 3))
+    _next_restore_works(arena)
+
+
+def test_jax_itself_ends_the_job_when_process_0_dies(arena: Arena) -> None:
+    fault = Fault("process 0 killed, and the coordination service with it", scenarios.process_0_killed, "", 0)
+    outcomes = arena.run(fault, arena.saved)
+    assert outcomes[0].state == "died"
+    assert all(outcome.state == "died" or "Restore" in outcome.value.outcome for outcome in outcomes[1:])
+
+
+def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) -> None:
+    path = str(arena.place / "plain files")
+    arena.ours.run(scenarios.save, path, ocdbt=False)
+    assert cli.main(["verify", "--write", path]) == 0
+    fault = Fault("chunk with the content of another, verify=True", scenarios.verified, "RestoreFailedError", READER)
+    assert {record.outcome for record in arena.ours.run(scenarios.verified, path, "ours")} == {"restored"}
+    damage.mix_up_chunks(path)
+    for outcome in arena.run(fault, path):
+        assert outcome.value.outcome == "RestoreFailedError"
+        assert "leaf 'layer3', box [:, :]: digest" in outcome.value.message
+        assert "1 (" in outcome.value.message
+    assert cli.main(["verify", path]) == 1
+
+
+def test_restores_with_random_faults_leave_memory_and_coordination_keys_flat(arena: Arena) -> None:
+    chance = random.Random(20240229)
+    path = str(arena.place / "soak")
+    arena.ours.run(scenarios.save_soak, path)
+    plan = [(chance.choice(scenarios.SOAK_FAULTS), chance.randrange(4)) for _ in range(SOAK)]
+    batches = [plan[start : start + SOAK // 4] for start in range(0, SOAK, SOAK // 4)]
+    megabytes = []
+    for batch in batches:
+        by_process = arena.ours.run(scenarios.soak, path, batch, timeout=60 + 15 * len(batch))
+        for number, (fault, rank) in enumerate(batch):
+            records = [records[number] for records in by_process]
+            _check_soak(fault, rank, records)
+        assert arena.ours.run(scenarios.coordination_keys)[0] == []
+        megabytes.append([records[-1].megabytes for records in by_process])
+    growth = max(after - before for before, after in zip(megabytes[0], megabytes[-1], strict=True))
+    arena.note(f"{SOAK} restores with random faults", f"as expected each time; memory +{growth:.0f} MB, no key left")
+    assert growth < 60, megabytes
+
+
+def _check_soak(fault: str, rank: int, records: list[Record]) -> None:
+    expected = {
+        "read error": ("RestoreFailedError", READER),
+        "exchange": ("RestoreFailedError", rank),
+        "another tree": ("PlanMismatchError", rank),
+        "other options": ("PlanMismatchError", rank),
+    }.get(fault)
+    for record in records:
+        if expected is None:
+            assert record.outcome == "restored", (fault, record.message)
+        else:
+            assert record.outcome == expected[0], (fault, record.message)
+            assert f"process {expected[1]} (" in record.message
+
+
+def _next_restore_works(arena: Arena) -> None:
+    after = arena.ours.run(scenarios.healthy, arena.saved, "ours")
+    assert [record.outcome for record in after] == ["restored"] * 4, [record.message for record in after]

@@ -1,0 +1,175 @@
+"""The newest step that can be restored, with all processes deciding alike; errors that all share."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_ext
+from orbax_ext import compat, lab
+from tests.multiprocess import world
+from tests.multiprocess.world import MeshSpec, Spec
+
+MESH = MeshSpec((4, 2), ("dp", "tp"))
+KNOBS = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[lab.Cluster]:
+    with lab.Cluster(processes=4, devices=2) as running:
+        yield running
+
+
+@pytest.fixture
+def steps(team: lab.Cluster, path: str) -> str:
+    """A directory with steps 1, 2 and 3."""
+    team.run(save_steps, path, [1, 2, 3])
+    return path
+
+
+def test_the_newest_step_is_taken_when_it_is_fine(team: lab.Cluster, steps: str) -> None:
+    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
+
+
+def test_steps_that_only_the_reader_can_tell_are_bad_are_skipped_by_all(team: lab.Cluster, steps: str) -> None:
+    for data in pathlib.Path(steps, "3").rglob("d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    for step, skipped, found in team.run(restore_latest, steps):
+        assert (step, found) == (2, [])
+        assert list(skipped) == [3]
+        assert "process 0 (" in skipped[3]
+
+
+def test_a_step_that_one_process_lacks_is_skipped_by_all(team: lab.Cluster, steps: str) -> None:
+    for step, skipped, found in team.run(restore_latest, steps, lacking={2: 3}):
+        assert (step, found) == (2, [])
+        assert "process 2 (" in skipped[3]
+        assert "FileNotFoundError" in skipped[3]
+    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4  # no stale note is found
+    assert team.run(world_keys) == [[]] * 4
+
+
+def test_when_no_step_is_valid_the_error_names_them_all(team: lab.Cluster, steps: str) -> None:
+    for step in ("1", "2", "3"):
+        shutil.rmtree(pathlib.Path(steps, step, "default", "d"))
+        shutil.rmtree(pathlib.Path(steps, step, "default", "ocdbt.process_0"), ignore_errors=True)
+    texts = {str(outcome.failure) for outcome in team.outcomes(restore_latest, steps)}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text.startswith("RestoreError: none of 3 steps in ")
+    assert all(f"step {step}: restore failed on" in text for step in (1, 2, 3))
+
+
+def test_a_failure_of_one_process_before_the_first_meeting_is_everybodys(team: lab.Cluster, steps: str) -> None:
+    outcomes = team.outcomes(fail_to_describe, steps, 3)
+    for outcome in outcomes:
+        assert "RestoreFailedError" in str(outcome)
+        assert "process 3 (" in str(outcome)
+        assert "in phase 'describe': OSError: no metadata here" in str(outcome)
+
+
+def test_differing_trees_are_refused_with_the_leaf_that_differs(team: lab.Cluster, steps: str) -> None:
+    for outcome in team.outcomes(restore_another_tree, steps, 2):
+        assert "PlanMismatchError" in str(outcome)
+        assert "process 2 (" in str(outcome)
+        assert "has 'bias' as float32[12] sharded (-) on mesh (dp=4, tp=2), not float32[24]" in str(outcome)
+    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
+
+
+def test_a_failing_exchange_is_everybodys_and_the_next_restore_works(team: lab.Cluster, steps: str) -> None:
+    for rank in (0, 1):
+        for outcome in team.outcomes(fail_in_exchange, steps, rank):
+            assert "RestoreFailedError" in str(outcome)
+            assert f"process {rank} (" in str(outcome)
+            assert "MemoryError: no room" in str(outcome)
+        assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
+
+
+# Run on the processes.
+
+
+def save_steps(path: str, steps: list[int]) -> None:
+    state = world.make_state(world.STATE, MESH.make())
+    with ocp.CheckpointManager(path) as manager:
+        for step in steps:
+            manager.save(step, args=ocp.args.PyTreeSave(state))
+            manager.wait_until_finished()
+
+
+def restore_latest(path: str, lacking: dict[int, int] | None = None) -> tuple[int, Any, list[str]]:
+    """`lacking` maps a process to the step that is not on its disk."""
+    mesh = MESH.make()
+    missing = (lacking or {}).get(jax.process_index())
+    with orbax_ext.registered(**KNOBS), ocp.CheckpointManager(path) as manager:
+        original = manager.restore
+
+        def restore(step: int, *args: Any, **kwargs: Any) -> Any:
+            if step == missing:
+                raise FileNotFoundError(f"No step {step} found")
+            return original(step, *args, **kwargs)
+
+        manager.restore = restore
+        found = orbax_ext.restore_latest_valid(manager, restore_args(world.STATE), stall_timeout=30)
+    return found.step, dict(found.skipped), world.differences(found.state, world.STATE, mesh)
+
+
+def restore_args(specs: dict[str, Spec]) -> Any:
+    abstract = world.abstract_state(specs, MESH.make())
+    return ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract, strict=False))
+
+
+def fail_to_describe(path: str, rank: int) -> None:
+    from orbax_ext import wishes
+
+    original = wishes.describe
+
+    async def describe(*args: Any) -> Any:
+        if jax.process_index() == rank:
+            raise OSError("no metadata here")
+        return await original(*args)
+
+    wishes.describe = describe  # type: ignore[assignment]
+    try:
+        restore_latest_step(path)
+    finally:
+        wishes.describe = original
+
+
+def restore_another_tree(path: str, rank: int) -> None:
+    specs = {**world.STATE, "bias": Spec((12,), "float32")} if jax.process_index() == rank else world.STATE
+    restore_latest_step(path, specs)
+
+
+def fail_in_exchange(path: str, rank: int) -> None:
+    from orbax_ext.exchange import Exchange
+
+    original = Exchange._start
+    calls = 0
+
+    def start(self: Exchange, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if jax.process_index() == rank and calls == 2:  # the first opens the communicator
+            raise MemoryError("no room")
+        return original(self, *args)
+
+    Exchange._start = start  # type: ignore[method-assign, assignment]
+    try:
+        restore_latest_step(path)
+    finally:
+        Exchange._start = original  # type: ignore[method-assign]
+
+
+def restore_latest_step(path: str, specs: dict[str, Spec] = world.STATE) -> None:
+    with orbax_ext.registered(**KNOBS), ocp.CheckpointManager(path) as manager:
+        manager.restore(3, args=restore_args(specs))
+
+
+def world_keys() -> list[str]:
+    return [key for key, _ in compat.coordination_client().key_value_dir_get("orbax_ext/")]

@@ -1,0 +1,284 @@
+"""Meetings on real processes: outcomes, who is missing, drift, a silent service, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from orbax_ext import compat, lab, meeting
+
+STALL = 3.0
+LIMITS = meeting.Limits(stall=STALL)
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[lab.Cluster]:
+    with lab.Cluster(processes=4, devices=1) as running:
+        yield running
+
+
+def test_all_hear_what_each_brought(team: lab.Cluster) -> None:
+    for arrivals, numbers in team.run(exchange):
+        assert arrivals == {process: f"here is {process}" for process in range(4)}
+        assert numbers == {process: process**2 for process in range(4)}
+
+
+def test_one_process_error_is_raised_by_all_and_names_it(team: lab.Cluster) -> None:
+    outcomes = team.outcomes(fail_on, 2)
+    texts = {str(outcome.failure) for outcome in outcomes}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text.startswith("RestoreFailedError: restore failed on 1 process:\n  process 2 (")
+    assert "in phase 'work': OSError: disk gone" in text
+    assert team.run(keys_left) == [[]] * 4
+
+
+def test_a_process_that_does_not_come_is_named_by_all(team: lab.Cluster) -> None:
+    team.run(exchange)  # so that its host is known
+    outcomes = team.outcomes(stay_away, 3)
+    assert outcomes[3].ok
+    for outcome in outcomes[:3]:
+        assert outcome.failure is not None
+        assert outcome.failure.type == "RestoreTimeoutError"
+        assert "process 3 (" in outcome.failure.message
+        assert "has not come to this restore" in outcome.failure.message
+        assert "process 1" not in outcome.failure.message
+    assert team.run(keys_left) == [[]] * 4
+
+
+def test_the_gathering_process_not_coming_is_named_by_all(team: lab.Cluster) -> None:
+    outcomes = team.outcomes(stay_away, 0)
+    assert outcomes[0].ok
+    for outcome in outcomes[1:]:
+        assert outcome.failure is not None
+        assert outcome.failure.type == "RestoreTimeoutError"
+        assert "missing:\n  process 0 (" in outcome.failure.message
+        assert outcome.failure.message.count("process ") == 1
+    assert team.run(keys_left) == [[]] * 4
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(team: lab.Cluster, slow: int) -> None:
+    outcomes = team.outcomes(work_slowly, slow, [500], 2.5 * STALL)
+    for outcome in outcomes:
+        if outcome.rank != slow:
+            assert outcome.failure is not None
+            assert outcome.failure.type == "RestoreTimeoutError"
+            assert f"process {slow} (" in outcome.failure.message
+            assert "last in phase 'work', 500 bytes done, " in outcome.failure.message
+    assert team.run(keys_left) == [[]] * 4
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_process_that_is_slow_but_advances_is_waited_for(team: lab.Cluster, slow: int) -> None:
+    assert team.run(work_slowly, slow, range(5), STALL / 2) == [2.5 * STALL] * 4
+
+
+def test_a_limit_in_all_ends_even_what_advances(team: lab.Cluster) -> None:
+    outcomes = team.outcomes(work_slowly, 2, range(10), STALL / 4, total=STALL)
+    assert ["timeout=3" in str(outcome) and "RestoreTimeoutError" in str(outcome) for outcome in outcomes] == [True] * 4
+
+
+@pytest.mark.parametrize("eager", [0, 3])
+def test_a_process_that_comes_more_often_than_the_others_meets_them_next_time(team: lab.Cluster, eager: int) -> None:
+    first = team.outcomes(come_once_more, eager)
+    assert [outcome.ok for outcome in first] == [process != eager for process in range(4)]
+    assert "RestoreTimeoutError" in str(first[eager])
+    team.run(exchange)
+    assert team.run(keys_left) == [[]] * 4
+
+
+def test_an_interrupted_process_does_not_keep_the_others_waiting(team: lab.Cluster) -> None:
+    for rank in (0, 1):
+        outcomes = team.outcomes(interrupt, rank)
+        assert "KeyboardInterrupt" in str(outcomes[rank])
+        for outcome in outcomes:
+            if outcome.rank != rank:
+                assert f"process {rank} (" in str(outcome)
+                assert "KeyboardInterrupt" in str(outcome)
+        assert team.run(keys_left) == [[]] * 4
+
+
+def test_an_absent_process_is_told_apart_from_a_late_one(team: lab.Cluster) -> None:
+    outcomes = team.outcomes(be_absent, 1)
+    assert outcomes[1].ok
+    for outcome in (outcomes[0], *outcomes[2:]):
+        assert "RestoreFailedError" in str(outcome)
+        assert "process 1 (" in str(outcome)
+        assert "FileNotFoundError: no such step" in str(outcome)
+    assert team.run(keys_left) == [[]] * 4
+    team.run(exchange)
+
+
+def test_what_is_too_long_for_a_meeting_is_refused_and_the_others_told(team: lab.Cluster) -> None:
+    outcomes = team.outcomes(bring_too_much, 2)
+    assert "ValueError: A message of" in str(outcomes[2])
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert "process 2 (" in str(outcome)
+            assert "ValueError: A message of" in str(outcome)
+
+
+def test_errors_of_any_length_and_any_characters_arrive(team: lab.Cluster) -> None:
+    for outcome in team.outcomes(fail_at_length):
+        assert "process 1 (" in str(outcome)
+        assert "äöü" in str(outcome)
+
+
+def test_a_thousand_sessions_leave_the_service_as_it_was(team: lab.Cluster) -> None:
+    assert team.run(meet_often, 1000, timeout=300) == [[]] * 4
+
+
+def test_secrets_of_one_process_do_not_reach_the_others(team: lab.Cluster) -> None:
+    for outcome in team.outcomes(fail_with_secret):
+        assert outcome.failure is not None
+        assert "<MY_API_TOKEN>" in outcome.failure.message
+        assert "hunter2" not in outcome.failure.message
+        assert "hunter2" not in outcome.failure.traceback
+
+
+def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> None:
+    with lab.Cluster(3, 1) as trio:
+        run = trio.submit(meet_after, 1.0, str(tmp_path))
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
+        trio.signal(0, signal.SIGSTOP)
+        outcomes = run.outcomes(timeout=1.0 + STALL + 12)
+    for outcome in outcomes[1:]:
+        assert "RestoreTimeoutError" in str(outcome)
+        assert "process 0 (" in str(outcome)
+        assert "the coordination service, which runs there, does not answer" in str(outcome)
+
+
+# Run on the processes.
+
+
+def exchange() -> tuple[dict[int, Any], dict[int, Any]]:
+    here = jax.process_index()
+    with meeting.open_session("test", LIMITS) as session:
+        arrivals = session.arrive({"text": f"here is {here}"})
+        numbers = session.meet("numbers", {"number": here**2})
+    return {p: each["text"] for p, each in arrivals.items()}, {p: each["number"] for p, each in numbers.items()}
+
+
+def fail_on(rank: int) -> None:
+    async def work() -> None:
+        if jax.process_index() == rank:
+            raise OSError("disk gone")
+
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        asyncio.run(session.together("work", work()))
+
+
+def stay_away(rank: int) -> None:
+    if jax.process_index() != rank:
+        # Not all at once: one that gave up before must not be called missing by those who wait longer.
+        time.sleep(0.5 * jax.process_index())
+        meeting.gather("test", {}, LIMITS)
+
+
+def work_slowly(rank: int, progress: Any, pause: float, total: float | None = None) -> float:
+    done = 0
+
+    async def work() -> None:
+        nonlocal done
+        if jax.process_index() == rank:
+            for each in progress:
+                done = each
+                await asyncio.sleep(pause)
+
+    with meeting.open_session("test", meeting.Limits(STALL, total), lambda: done) as session:
+        session.arrive({})
+        asyncio.run(session.together("work", work()))
+    return len(progress) * pause
+
+
+def come_once_more(rank: int) -> None:
+    exchange()
+    if jax.process_index() == rank:
+        exchange()
+
+
+def interrupt(rank: int) -> None:
+    async def work() -> None:
+        if jax.process_index() == rank:
+            raise KeyboardInterrupt
+
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        asyncio.run(session.together("work", work()))
+
+
+def be_absent(rank: int) -> None:
+    if jax.process_index() == rank:
+        meeting.tell_absent("test", FileNotFoundError("no such step"))
+        meeting.gather("afterwards", {}, meeting.Limits(30))
+        meeting.withdraw_absent("test")
+        return
+    try:
+        meeting.gather("test", {}, meeting.Limits(60))
+    finally:
+        meeting.gather("afterwards", {}, meeting.Limits(30))
+
+
+def bring_too_much(rank: int) -> None:
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        session.meet("much", {"text": "x" * (1 << 17) if jax.process_index() == rank else ""})
+
+
+def fail_at_length() -> None:
+    async def work() -> None:
+        if jax.process_index() == 1:
+            raise OSError("äöü\x00\udc80\u2028" * 10000)
+
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        asyncio.run(session.together("work", work()))
+
+
+def fail_with_secret() -> None:
+    async def work() -> None:
+        if jax.process_index() == 1:
+            os.environ["MY_API_TOKEN"] = "hunter2-hunter2"
+            raise OSError(f"denied for {os.environ['MY_API_TOKEN']}")
+
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        asyncio.run(session.together("work", work()))
+
+
+def meet_often(times: int) -> list[str]:
+    limits = meeting.Limits(60)
+    for _ in range(times):
+        with meeting.open_session("often", limits) as session:
+            session.arrive({})
+            session.meet("one")
+    return keys_left()
+
+
+def meet_after(seconds: float, arrived: str) -> None:
+    with meeting.open_session("test", LIMITS) as session:
+        session.arrive({})
+        (pathlib.Path(arrived) / str(jax.process_index())).touch()
+        time.sleep(seconds)
+        session.meet("later")
+
+
+def keys_left() -> list[str]:
+    """What is left on the service once all are through; another process may be a moment behind."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = [key for key, _ in compat.coordination_client().key_value_dir_get("orbax_ext/")]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
