@@ -55,7 +55,7 @@ faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults
 
 bench-meetings: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m tools.bench_meetings --write
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.bench_meetings --write
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .

@@ -25,7 +25,7 @@ from typing import Any
 
 from orbax_ext import compat, meeting
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _CLIENTS = (16, 64, 256, 1000)
 _WORKERS = 4
 _LIMIT = 600  # seconds that one size may take
