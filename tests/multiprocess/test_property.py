@@ -1,6 +1,6 @@
 """Any restore that plain Orbax can do, orbax_ext does alike, bit for bit.
 
-Hypothesis draws the whole of it. `make test` tries 40 examples, the same every time; `make test-property` tries as many
+Hypothesis draws the whole of it. `make test` tries 25 examples, the same every time; `make test-property` tries as many
 new ones as ORBAX_EXT_EXAMPLES says. A failure shrinks to a `Recipe(...)` that can be pasted, see `recipes.check`.
 """
 
@@ -117,7 +117,7 @@ _numbers = itertools.count()
 
 
 @hypothesis.settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 25,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
