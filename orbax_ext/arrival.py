@@ -36,7 +36,7 @@ def raise_failures(arrivals: Mapping[int, Mapping[str, Any]], hosts: Mapping[int
     """Raises if a process has come to say that it failed."""
     told = {process: arrival["failure"] for process, arrival in arrivals.items() if "failure" in arrival}
     if told:
-        raise errors.RestoreFailedError(errors.failures(told, hosts, "describe"))
+        raise errors.restore_failed(errors.failures(told, hosts, "describe"))
 
 
 def _all_alike(arrivals: Mapping[int, Mapping[str, Any]]) -> bool:

@@ -47,6 +47,7 @@ _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict n
 _SILENCE = 5.0  # and this much longer again for a service that does not answer
 _LEAVE_LIMIT = 5.0
 _MAX_NAMES = 16  # processes that a message names
+_ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
 _GAVE_UP = {"gave up": True}  # stands where the arrival of a process was that waits no more
 
 T = TypeVar("T")
@@ -175,8 +176,10 @@ class Session:
         )
         try:
             await in_thread(wait, limit=self._limits.stall + _GRACE)
-        except TimeoutError:
-            raise self._silent_service() from None
+        except Exception as error:  # which names two processes at most: a meeting of those who are left names all
+            mine = {**errors.to_payload(error), _ONLY_WAITED: True}
+            outcomes = await in_thread(self.meet, name, mine)
+            raise errors.restore_failed(errors.failures(outcomes, self.hosts, name)) from None
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
@@ -298,20 +301,20 @@ class Session:
                 clock.note((len(found), self._tell_status(missing)))
                 clock.log_waiting(self._phase, self._names(missing))
             if clock.expired(stall):
-                raise self._gave_up(missing, failed)
+                raise self._gave_up(found, missing, failed)
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
     def _gave_up(
-        self, missing: list[int], failed: dict[int, errors.ProcessFailure]
+        self, found: Mapping[int, Any], missing: list[int], failed: dict[int, errors.ProcessFailure]
     ) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
         """Those who are missing, or if others have failed already, these first."""
         heard = {process: str(news) for process, news in self._heard.items()}
-        if not failed:
+        if all(_ONLY_WAITED in found[process] for process in failed):
             return self._timeout(missing, heard)
         late = {process: f"no outcome yet, {heard.get(process, 'nothing heard')}" for process in missing}
         failed |= {process: errors.ProcessFailure(self._host(process), self._phase, late[process]) for process in late}
-        return errors.RestoreFailedError(failed)
+        return errors.restore_failed(failed)
 
     def _tell_status(self, missing: list[int]) -> int:
         """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""

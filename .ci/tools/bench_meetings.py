@@ -3,7 +3,7 @@
 No devices: a few operating-system processes with a thread for each client, all on this machine, so that the service
 and all its clients share its processors. Progress is published meanwhile, as in a restore.
 
-    python -m tools.bench_meetings --clients 16 64 [--write]
+    PYTHONPATH=.ci python -m tools.bench_meetings --clients 16 64 [--write]
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -42,12 +41,18 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], release: str, document: pathlib.Path = ROOT / "BUILD.md") -> None:
-    """Puts the table of a release between its markers, where the document has them."""
+    """Puts the rows between the markers of a release, where the document has them; other rows there are kept."""
     begin, end = f"<!-- faults {release}:begin -->", f"<!-- faults {release}:end -->"
     text = document.read_text()
     pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    document.write_text(pattern.sub(lambda match: f"{begin}\n{markdown(rows)}\n{end}", text))
+
+    def merged(match: re.Match[str]) -> str:
+        known = {row.fault: row for row in (*_rows(match.group()), *rows)}
+        return f"{begin}\n{markdown(list(known.values()))}\n{end}"
+
+    document.write_text(pattern.sub(merged, text))
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    return json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+def _rows(text: str) -> list[Row]:
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [Row(*each) for each in cells if len(each) == 3 and each[0] != "fault"]

@@ -43,6 +43,7 @@ class Fault:
     dies: tuple[int, ...] = ()
     stopped: int | None = None
     told: str = ""  # what else the message says
+    takes: float = 0.0  # seconds that it takes by design
 
 
 FAULTS = [
@@ -61,7 +62,13 @@ FAULTS = [
         told="PERMISSION_DENIED",
     ),
     Fault("reader stopped past the limit", scenarios.reader_stopped, "RestoreTimeoutError", READER, stopped=READER),
-    Fault("reader slow but advancing, past the limit", scenarios.reader_slow, "restored", None),
+    Fault(
+        "reader slow but advancing, past the limit",
+        scenarios.reader_slow,
+        "restored",
+        None,
+        takes=len(scenarios.STATE) * STALL / 2,
+    ),
     Fault("reader killed", scenarios.reader_killed, "RestoreTimeoutError", READER, dies=(READER,)),
     Fault("another process killed", scenarios.non_reader_killed, "RestoreTimeoutError", OTHER, dies=(OTHER,)),
     Fault("one process never calls restore", scenarios.never_calls, "RestoreTimeoutError", OTHER),
@@ -146,7 +153,7 @@ class Arena:
     def _put_to_stock(self, fault: Fault, path: str) -> str:
         cluster = self._idle.get(timeout=_STOCK_LIMIT)
         try:
-            return table.summary(cluster.submit(fault.scenario, path, "stock").outcomes(self.patience))
+            return table.summary(cluster.submit(fault.scenario, path, "stock").outcomes(self.patience + fault.takes))
         finally:
             self._idle.put(cluster)
 

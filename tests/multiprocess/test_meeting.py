@@ -67,7 +67,7 @@ def test_the_gathering_process_not_coming_is_named_by_all(team: lab.Cluster) -> 
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(team: lab.Cluster, slow: int) -> None:
-    outcomes = team.outcomes(work_slowly, slow, [500], 2.5 * STALL)
+    outcomes = team.outcomes(work_slowly, slow, [500], 5 * STALL)
     for outcome in outcomes:
         if outcome.rank != slow:
             assert outcome.failure is not None
