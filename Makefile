@@ -1,10 +1,10 @@
 # Every target makes the environment it needs, from pinned constraints, under .venv/.
 #   make demo    restore on 4 processes x 8 devices, stock Orbax beside orbax_ext
 #   make test    all tests, on the oldest and on the newest supported Orbax
+#   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
 #   make test-faults    processes that fail, stop, die or disagree in the middle of a restore; prints a table
 #   make faults-table   the same, and writes the table into BUILD.md
 #   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
-#   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes

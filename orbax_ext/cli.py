@@ -26,7 +26,12 @@ class UserError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="orbax-ext", description="Restore of large JAX jobs: tools around orbax_ext.")
+    parser = argparse.ArgumentParser(
+        prog="orbax-ext",
+        description="Restore of large JAX jobs: tools around orbax_ext.",
+        epilog="Stored shapes have one leading axis more than yours, or one less? That is pmap's axis of devices: "
+        "orbax_ext.restore_args(abstract, stacked=True) restores either into the other.",
+    )
     parser.add_argument("--version", action="version", version=f"orbax-ext {version.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:

@@ -47,6 +47,11 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def sharding_from_text(text: str | None) -> Any:
+    """The other end of `ShardingMetadata.to_serialized_string`; None for None."""
+    return None if text is None else sharding_metadata.from_serialized_string(text)
+
+
 def start_coordination_service(address: str, clients: int) -> Any:
     """A coordination service of its own, without devices; shut it down after its clients."""
     return _jax_extension().get_distributed_runtime_service(address, clients)
@@ -75,11 +80,6 @@ def array_store(directory: Any, name: str | None, in_database: bool) -> Any:
 def array_context(in_database: bool) -> Any:
     """The TensorStore context that such specs need."""
     return tensorstore_utils.get_ts_context(use_ocdbt=in_database)
-
-
-def sharding_from_text(text: str | None) -> Any:
-    """The other end of `ShardingMetadata.to_serialized_string`; None for None."""
-    return None if text is None else sharding_metadata.from_serialized_string(text)
 
 
 def array_handler_parameters() -> tuple[str, ...]:

@@ -18,6 +18,13 @@ def cluster() -> Iterator[lab.Cluster]:
 
 
 @pytest.fixture(scope="session")
+def small_cluster() -> Iterator[lab.Cluster]:
+    """4 processes x 2 devices, for what does not need more."""
+    with lab.Cluster(processes=4, devices=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def half_cluster() -> Iterator[lab.Cluster]:
     """4 processes x 4 devices: with mesh (1, 2, 8) a replica spans two processes."""
     with lab.Cluster(processes=4, devices=4) as running:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import pickle
 import time
 from typing import Any, Protocol
 
@@ -174,11 +175,13 @@ class History:
     strategy: dict[str, str]
 
 
-def train_all(path: str, steps: int, save_at: int, then_hang: bool = False) -> dict[str, History]:
-    """Trains every kind, one after the other. With `then_hang` the process leaves a file and waits to be killed."""
+def train_all(path: str, steps: int, save_at: int, notes: str | None = None) -> dict[str, History]:
+    """Trains every kind in turn. With `notes` the process leaves its account there and waits to be killed."""
     found = {kind: train(kind, f"{path}/{kind}", steps, save_at) for kind in TRAINERS}
-    if then_hang:
-        pathlib.Path(f"{path}.hangs{jax.process_index()}").touch()
+    if notes is not None:
+        mine = pathlib.Path(f"{notes}{jax.process_index()}")
+        mine.with_suffix(".unfinished").write_bytes(pickle.dumps(found))
+        mine.with_suffix(".unfinished").rename(mine)
         time.sleep(600)
     return found
 
