@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+from tools import docs, matrix, releases
 
 from orbax_ext import version
-from tools import docs, matrix, releases
 
 GOOD = {"tests": 5, "failures": 0, "errors": 0, "skipped": 1, "seconds": 60}
 BAD = {**GOOD, "failures": 1, "errors": 1}
