@@ -1,0 +1,85 @@
+"""What one process did during a restore, and when: a list of spans, written down as they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from orbax_ext import storage_metrics
+from orbax_ext.plan import Leaf, MeshInfo, RestorePlan
+from orbax_ext.report import ProcessReport
+from orbax_ext.spans import Span
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a restore set out to do."""
+
+    leaves: tuple[Leaf, ...]
+    meshes: tuple[MeshInfo, ...]
+    plan: RestorePlan
+
+
+class Recorder:
+    """Collects the spans of one restore. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._read_before = storage_metrics.bytes_read()
+        self._requests_before = storage_metrics.requests()
+        self.started = time.time()
+        self.spans: list[Span] = []
+        self.plan: Planned | None = None
+        self.clock_offset = 0.0  # seconds that this process's wall clock is ahead of process 0's
+        self.others: dict[int, ProcessReport] = {}  # on process 0, what the others have handed in
+
+    def now(self) -> float:
+        """Seconds since this restore began; evenly, even if the wall clock is set meanwhile."""
+        return time.monotonic() - self._began
+
+    def bytes_read(self) -> int:
+        """Bytes read from storage since this restore began."""
+        return storage_metrics.bytes_read() - self._read_before
+
+    def requests(self) -> int:
+        """Requests to storage since this restore began."""
+        return storage_metrics.requests() - self._requests_before
+
+    @contextlib.contextmanager
+    def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
+        """Records what a `with` block takes, and shows it in JAX profiles."""
+        start, read = self.now(), self.bytes_read()
+        try:
+            with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
+                yield
+        finally:
+            found = self.bytes_read() - read if phase == "read" else 0
+            self.spans.append(Span(phase, start, self.now(), group, found, None, note))
+
+    async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None, note: str = "") -> T:
+        """Records what a piece of work takes."""
+        with self.span(phase, group=group, note=note):
+            return await work
+
+    def follow(self, phase: str, work: asyncio.Future[Any], *, group: int | None = None) -> asyncio.Future[Any]:
+        """Records a future from now until it is done, whoever waits for it; returns it."""
+        recording = self.span(phase, group=group)
+        recording.__enter__()
+        work.add_done_callback(lambda _: recording.__exit__(None, None, None))
+        return work
+
+    def waited(self, note: str, seconds: float, last: int | None) -> None:
+        """Records that this process has just waited at a meeting until process `last` had come."""
+        self.spans.append(Span("wait", self.now() - seconds, self.now(), waited_for=last, note=note))
+
+    def planned(self, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], plan: RestorePlan) -> None:
+        """Notes what was decided; the latest plan counts."""
+        self.plan = Planned(tuple(leaves), tuple(meshes), plan)
