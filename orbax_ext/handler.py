@@ -19,6 +19,7 @@ from orbax_ext import (
     compat,
     differences,
     meeting,
+    progress,
     report,
     stacked_restore,
     verification,
@@ -91,7 +92,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        with accounting.recorded() as recorder:
+        with accounting.recorded() as recorder, progress.shown(self.options.progress, recorder):
             async with arrival.failing_together(self.options):
                 # 1. Describe.
                 with recorder.span("describe"):
@@ -115,6 +116,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         self, request: wishes.Wishes, own_budget: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
         with meeting.open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
+            recorder.session = session
             # 3. Meet: is everybody here, do all want the same?
             agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)

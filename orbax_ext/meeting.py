@@ -174,6 +174,15 @@ class Session:
             raise errors.restore_failed(failed)
         return result
 
+    @property
+    def phase(self) -> str:
+        """What this process is at."""
+        return self._phase
+
+    def bytes_done(self) -> dict[int, int]:
+        """On process 0, how far each process is as far as it has been heard."""
+        return {process: news.done for process, news in self._heard.copy().items()}
+
     def reporting(self) -> Ticker:
         """Publishes this process's progress as long as a `with` block lasts."""
         return Ticker(self._tick, every=max(1.0, self._processes / 200))
@@ -187,7 +196,7 @@ class Session:
             processes=set(range(self._processes)),
         )
         try:
-            with self._waiting():
+            with self._waiting("barrier"):
                 await in_thread(wait, limit=self._limits.stall + _GRACE)
         except Exception as error:  # which names two processes at most: a meeting of those who are left names all
             mine = {**errors.to_payload(error), _ONLY_WAITED: True}
@@ -402,14 +411,14 @@ class Session:
     # Both sides.
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self, phase: str = "") -> Iterator[None]:
         """Tells, if anybody wants to know, how long a meeting takes and who came last."""
         came, self._last = time.monotonic(), None
         try:
             yield
         finally:
             if self._waited is not None:
-                self._waited(self._phase, time.monotonic() - came, self._last)
+                self._waited(phase or self._phase, time.monotonic() - came, self._last)
 
     def _stamped(self, value: Payload) -> Payload:
         """A message from process 0, with the time by its clock and who came last."""

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -28,6 +28,16 @@ class Planned:
     plan: RestorePlan
 
 
+class News(Protocol):
+    """What a recorder wants to know of a session while it lasts."""
+
+    hosts: dict[int, str]
+
+    @property
+    def phase(self) -> str: ...
+    def bytes_done(self) -> dict[int, int]: ...
+
+
 class Recorder:
     """Collects the spans of one restore. Safe to use from several threads."""
 
@@ -38,6 +48,9 @@ class Recorder:
         self.started = time.time()
         self.spans: list[Span] = []
         self.plan: Planned | None = None
+        self.begun: set[int | None] = set()  # groups whose reading has begun; None stands for what is read directly
+        self.passed: set[int | None] = set()  # groups that all processes have read
+        self.session: News | None = None
         self.clock_offset = 0.0  # seconds that this process's wall clock is ahead of process 0's
         self.others: dict[int, ProcessReport] = {}  # on process 0, what the others have handed in
 
@@ -57,6 +70,8 @@ class Recorder:
     def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
         """Records what a `with` block takes, and shows it in JAX profiles."""
         start, read = self.now(), self.bytes_read()
+        if phase in ("read", "exchange"):
+            (self.begun if phase == "read" else self.passed).add(group)
         try:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield
