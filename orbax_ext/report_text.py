@@ -30,14 +30,12 @@ def headline(report: RestoreReport) -> str:
 def table(report: RestoreReport) -> str:
     """The headline and a row for each process, or the least, the median and the most where they are many."""
     members = [report.members[process] for process in sorted(report.members)]
-    columns = _columns(members)
-    rows = [["process", *columns]]
+    titles = columns(members)
+    rows = [["process", *titles]]
     if len(members) <= _MOST_ROWS:
-        rows += [[str(m.process), *(_shown(value, m) for value in columns.values())] for m in members]
+        rows += [[str(m.process), *(shown(value, m) for value in titles.values())] for m in members]
     else:
-        rows += [
-            [name, *(_picked(pick, value, members) for value in columns.values())] for name, pick in _PICKS.items()
-        ]
+        rows += [[name, *(_picked(pick, value, members) for value in titles.values())] for name, pick in _PICKS.items()]
     lines = [headline(report), *_aligned(rows)]
     if report.missing:
         lines.append(f"no word from {len(report.missing)} processes: {', '.join(map(str, report.missing[:16]))}")
@@ -58,7 +56,7 @@ def size(count: float) -> str:
 Value = Callable[["ProcessReport"], float | str]
 
 
-def _columns(members: Sequence[ProcessReport]) -> dict[str, Value]:
+def columns(members: Sequence[ProcessReport]) -> dict[str, Value]:
     """What there is to tell, by title: numbers of seconds, numbers of bytes, or words."""
     phases = [phase for phase in _PHASES if any(phase in member.seconds for member in members)]
     columns: dict[str, Value] = {f"{phase} s": _seconds(phase) for phase in phases}
@@ -93,7 +91,7 @@ def _s3(report: RestoreReport) -> str:
     )
 
 
-def _shown(value: Value, member: ProcessReport) -> str:
+def shown(value: Value, member: ProcessReport) -> str:
     found = value(member)
     return found if isinstance(found, str) else f"{found:.2f}"
 
