@@ -9,7 +9,7 @@ import json
 import resource
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from absl import logging
@@ -17,7 +17,7 @@ from absl import logging
 from orbax_ext import meeting, report, storage, traffic
 from orbax_ext.recording import Recorder
 from orbax_ext.report import ProcessReport, RestoreReport
-from orbax_ext.spans import seconds_by_phase
+from orbax_ext.spans import Span, seconds_by_phase
 from orbax_ext.waiting import in_thread
 
 _ALL_WORDS = 2 << 20  # characters that the processes hand in to process 0, in all
@@ -65,20 +65,19 @@ async def collect(session: meeting.Session, recorder: Recorder) -> None:
 def own(recorder: Recorder) -> ProcessReport:
     """What this process did so far."""
     planned, process = recorder.plan, jax.process_index()
-    moved = traffic.Traffic()
-    if planned is not None:
-        moved = traffic.of_process(planned.plan, planned.leaves, planned.meshes, process)
+    moved = [] if planned is None else traffic.of_process(planned.plan, planned.meshes, process)
+    spans = sorted((_with_bytes(span, moved) for span in recorder.spans), key=lambda span: span.start)
     usage = storage.restore_usage()
     found = ProcessReport(
         process=process,
         host=socket.gethostname(),
         started=recorder.started - recorder.clock_offset,
-        seconds=seconds_by_phase(recorder.spans),
-        spans=tuple(sorted(recorder.spans, key=lambda span: span.start)),
+        seconds=seconds_by_phase(spans),
+        spans=tuple(spans),
         bytes_read=recorder.bytes_read(),
         requests=recorder.requests() + usage.metadata_requests,
-        bytes_received=moved.received,
-        bytes_sent=moved.sent,
+        bytes_received=sum(group.received for group in moved),
+        bytes_sent=sum(group.sent for group in moved),
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         device_peak_bytes=max((_device_peak(device) for device in jax.local_devices()), default=0),
         s3=dataclasses.asdict(usage),
@@ -131,11 +130,18 @@ def _report(recorder: Recorder, error: str) -> RestoreReport:
         process=mine.process,
         processes=jax.process_count(),
         members={mine.process: mine, **recorder.others},
-        leaves=len(planned.leaves) if planned else 0,
+        leaves=planned.leaves if planned else 0,
         groups=len(planned.plan.groups) if planned else 0,
-        strategy=report.strategies(planned.leaves, planned.plan) if planned else {},
+        strategy=report.strategies(planned.plan) if planned else {},
         error=error,
     )
+
+
+def _with_bytes(span: Span, moved: Sequence[traffic.Traffic]) -> Span:
+    if span.group is None or span.group >= len(moved):
+        return span
+    group = moved[span.group]
+    return dataclasses.replace(span, bytes=group.brought if span.phase == "read" else group.received)
 
 
 def _device_peak(device: jax.Device) -> int:

@@ -174,7 +174,7 @@ def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
         processes = 1 if session is None else jax.process_count()
         key = (id(planned), processes)
         if key not in known:
-            known[key] = workload.steps(planned.plan, planned.leaves, planned.meshes, processes)
+            known[key] = workload.steps(planned.plan, planned.meshes, processes)
         steps = known[key]
         passed = sum(steps.get(group, 0) for group in recorder.passed)
         bounds = (passed, passed + sum(steps.get(group, 0) for group in recorder.begun - recorder.passed))

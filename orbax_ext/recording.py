@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import jax
 
 from orbax_ext import storage_metrics
-from orbax_ext.plan import Leaf, MeshInfo, RestorePlan
+from orbax_ext.plan import MeshInfo, RestorePlan
 from orbax_ext.report import ProcessReport
 from orbax_ext.spans import Span
+from orbax_ext.wishes import Wishes
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class Planned:
     """What a restore set out to do."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: int
     meshes: tuple[MeshInfo, ...]
     plan: RestorePlan
 
@@ -69,15 +70,14 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
         """Records what a `with` block takes, and shows it in JAX profiles."""
-        start, read = self.now(), self.bytes_read()
+        start = self.now()
         if phase in ("read", "exchange"):
             (self.begun if phase == "read" else self.passed).add(group)
         try:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield
         finally:
-            found = self.bytes_read() - read if phase == "read" else 0
-            self.spans.append(Span(phase, start, self.now(), group, found, None, note))
+            self.spans.append(Span(phase, start, self.now(), group, note=note))
 
     async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None, note: str = "") -> T:
         """Records what a piece of work takes."""
@@ -95,6 +95,6 @@ class Recorder:
         """Records that this process has just waited at a meeting until process `last` had come."""
         self.spans.append(Span("wait", self.now() - seconds, self.now(), waited_for=last, note=note))
 
-    def planned(self, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], plan: RestorePlan) -> None:
+    def planned(self, request: Wishes, plan: RestorePlan) -> None:
         """Notes what was decided; the latest plan counts."""
-        self.plan = Planned(tuple(leaves), tuple(meshes), plan)
+        self.plan = Planned(len(request.wishes), request.mesh_infos, plan)

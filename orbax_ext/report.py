@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_ext import report_text
-from orbax_ext.plan import Leaf, RestorePlan
+from orbax_ext.plan import RestorePlan
 from orbax_ext.spans import Span, longest
 
 FORMAT = 1  # of the JSON
@@ -23,7 +23,7 @@ class ProcessReport:
     process: int
     host: str
     started: float  # seconds since the epoch, by process 0's clock as well as it is known
-    seconds: dict[str, float]  # by phase; "read" and "exchange" overlap
+    seconds: dict[str, float]  # by phase; phases overlap
     spans: tuple[Span, ...]  # in the order they began; see `spans_left_out`
     spans_left_out: int = 0  # the shortest ones, where there were too many to send to process 0
     bytes_read: int = 0  # from storage
@@ -158,12 +158,12 @@ class RestoreReport:
         return report_text.table(self)
 
 
-def strategies(leaves: Sequence[Leaf], plan: RestorePlan) -> dict[str, str]:
+def strategies(plan: RestorePlan) -> dict[str, str]:
     """How each leaf is restored, by name, and why."""
-    found = {leaves[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
+    found = {plan.items[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
     for group in plan.groups:
         for bundle in group.bundles:
-            found.update({leaves[index].name: plan.strategy for index in bundle.leaves})
+            found.update({plan.items[index].name: plan.strategy for index in bundle.leaves})
     return found
 
 

@@ -15,7 +15,7 @@ class Span:
     start: float
     end: float
     group: int | None = None  # which group of leaves, counted from 0
-    bytes: int = 0  # read from storage meanwhile
+    bytes: int = 0  # in memory, by the plan: read, or received from other processes
     waited_for: int | None = None  # the process that came last to a meeting
     note: str = ""
 
@@ -50,9 +50,13 @@ class Span:
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
+    """How long a process was at each phase; groups that are read at the same time count once."""
     found: dict[str, float] = {}
-    for span in spans:
-        found[span.phase] = found.get(span.phase, 0.0) + span.seconds
+    until: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        new = span.end - max(span.start, until.get(span.phase, span.start))
+        found[span.phase] = found.get(span.phase, 0.0) + max(0.0, new)
+        until[span.phase] = max(span.end, until.get(span.phase, span.end))
     return found
 
 

@@ -17,16 +17,14 @@ Steps = dict[int | None, int]
 _ITEMSIZE = 4  # of a dtype that is not known
 
 
-def steps(plan: RestorePlan, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], processes: int) -> Steps:
+def steps(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> Steps:
     """Bytes to read for each group, and under None for the leaves that every process reads for itself."""
     found: Steps = {}
     for number, group in enumerate(plan.groups):
-        found[number] = sum(_bytes(leaves[leaf]) for leaf in group.leaves)
+        found[number] = sum(_bytes(plan.items[leaf]) for leaf in group.leaves)
     found[None] = sum(
-        leaves[leaf].block_bytes * _readers(meshes[mesh], leaves[leaf])
-        if (mesh := leaves[leaf].mesh) is not None
-        else _bytes(leaves[leaf]) * processes
-        for leaf in plan.direct
+        leaf.block_bytes * _readers(meshes[leaf.mesh], leaf) if leaf.mesh is not None else _bytes(leaf) * processes
+        for leaf in map(plan.items.__getitem__, plan.direct)
     )
     return found
 
