@@ -36,7 +36,7 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """ "1 leaf", "2 leaves", "3 steps"."""
+    """A number of things: 1 leaf, 2 leaves, 3 steps."""
     if number == 1:
         return f"1 {thing}"
     plural = {"leaf": "leaves", "copy": "copies", "process": "processes", "mesh": "meshes"}.get(thing, f"{thing}s")

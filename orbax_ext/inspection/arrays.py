@@ -19,6 +19,8 @@ _AT_A_TIME = 64  # requests under way at once
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
+    """One array, and what it takes on disk."""
+
     header: ArrayHeader
     stored_bytes: int  # its chunks, as compressed
     chunks: int  # stored ones; chunks that hold only the fill value may be left out
@@ -45,7 +47,10 @@ def stored_arrays(item: epath.Path, in_database: bool, sizes: Mapping[str, int])
         if owner is not None and key.rpartition("/")[2] not in _HEADERS:
             totals[owner][0] += size
             totals[owner][1] += 1
-    return {name: StoredArray(header, *totals[name], zarr3) for name, (header, zarr3) in sorted(by_name.items())}
+    return {
+        name: StoredArray(header, totals[name][0], totals[name][1], zarr3)
+        for name, (header, zarr3) in sorted(by_name.items())
+    }
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str | None:

@@ -80,6 +80,8 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
+    """One step of a manager's directory, without a look into its items."""
+
     path: str
     state: State
     items: tuple[str, ...]
@@ -98,6 +100,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Manager:
+    """A `CheckpointManager`'s directory."""
+
     path: str
     steps: tuple[Step, ...]  # committed or not, in order
 

@@ -33,15 +33,17 @@ def look(path: epath.Path) -> Folder:
     if "://" in text:
         children = list(path.iterdir())
         inner = {child.name for child in children if child.is_dir()}
-        return Folder(path, {c.name: c.stat().length for c in children if c.name not in inner}, tuple(sorted(inner)))
-    files, folders = {}, []
+        outer = {child.name: child.stat().length for child in children if child.name not in inner}
+        return Folder(path, outer, tuple(sorted(inner)))
+    sizes: dict[str, int] = {}
+    inside: list[str] = []
     with os.scandir(text) as entries:
         for entry in entries:
             if entry.is_dir():
-                folders.append(entry.name)
+                inside.append(entry.name)
             else:
-                files[entry.name] = entry.stat().st_size
-    return Folder(path, files, tuple(sorted(folders)))
+                sizes[entry.name] = entry.stat().st_size
+    return Folder(path, sizes, tuple(sorted(inside)))
 
 
 def sizes_below(path: epath.Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, understood: the tree, the shardings it was saved with, the arrays' own metadata. Pure.
+"""The JSON files of a checkpoint, understood: tree, shardings, the arrays' own metadata. Pure.
 
 These formats are the same in every supported release; what later ones have added is ignored.
 """
@@ -32,6 +32,8 @@ class TreeLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
+    """The tree that was saved, and how."""
+
     leaves: tuple[TreeLeaf, ...]
     in_database: bool | None  # whether OCDBT was used; None where that is not recorded
     zarr3: bool | None
