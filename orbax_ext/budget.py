@@ -17,11 +17,11 @@ def choose(options: Options) -> int:
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
-    free = min(_free_bytes(device) for device in jax.local_devices())
+    free = min(free_bytes(device) for device in jax.local_devices())
     return max(1, min(_DEFAULT_MOST, int(free * factor / _COPIES)))
 
 
-def _free_bytes(device: jax.Device) -> int:
+def free_bytes(device: jax.Device) -> int:
     """Free memory of a device; where the backend does not tell, its share of the host's."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
