@@ -42,7 +42,7 @@ def look(path: epath.Path) -> Folder:
             if entry.is_dir():
                 inside.append(entry.name)
             else:
-                sizes[entry.name] = entry.stat().st_size
+                sizes[entry.name] = entry.stat(follow_symlinks=entry.is_file()).st_size  # a link may lead nowhere
     return Folder(path, sizes, tuple(sorted(inside)))
 
 
@@ -57,5 +57,5 @@ def sizes_below(path: epath.Path) -> dict[str, int]:
     for folder, _, names in os.walk(text):
         for name in names:
             found = os.path.join(folder, name)
-            sizes[os.path.relpath(found, text)] = os.stat(found).st_size
+            sizes[os.path.relpath(found, text)] = os.stat(found, follow_symlinks=os.path.exists(found)).st_size
     return sizes
