@@ -30,10 +30,12 @@ class UserError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     name = "orbax-ext"
     try:
-        args = _parser().parse_args(argv)
-        name = f"orbax-ext {args.command}"
-        code: int = args.run(args)
-        sys.stdout.flush()  # here, where a closed pipe is noticed
+        try:
+            args = _parser().parse_args(argv)
+            name = f"orbax-ext {args.command}"
+            code: int = args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is noticed
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_CANNOT_RUN

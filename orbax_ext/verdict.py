@@ -115,8 +115,10 @@ def changes(facts: Facts) -> list[str]:
             "this was one process: run it under srun, mpirun or Kubernetes as your job is, or with --local 4x8"
         )
     if facts.error:
+        if "NotACheckpointError" in facts.error:
+            advice.append(f"make {facts.path} readable from every host, under the same path")
         return advice
-    if len(facts.told) > 1 and not facts.travelled:
+    if len(facts.told) > 1 and facts.axes and not facts.travelled:
         advice += _why_nothing_travels(facts.axes)
     read = sum(each.bytes_read for each in facts.told.values())
     if facts.stored_bytes > _LARGE and read > _TOO_MUCH * facts.stored_bytes:

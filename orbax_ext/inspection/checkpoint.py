@@ -121,13 +121,33 @@ def inspect(path: epath.PathLike, step: int | None = None) -> Manager | list[Ite
 
 def items_of(path: epath.PathLike, step: int | None = None) -> list[Item]:
     """The items at a path; of a manager's directory, those of the given or the newest committed step."""
-    found = inspect(path, step)
-    if isinstance(found, list):
-        return found
-    committed = [each for each in found.steps if each.state.committed]
-    if not committed:
-        raise UnfinishedError(f"{path} has no committed step: {found.steps[-1].name} {found.steps[-1].state.because}")
-    return _items(_look(epath.Path(committed[-1].path)))
+    return _items(_chosen(path, step))
+
+
+def locate(path: epath.PathLike, step: int | None = None) -> list[epath.Path]:
+    """The directories of arrays among them, without a look at the arrays."""
+    folder = _chosen(path, step)
+    _check_committed(folder, _record(folder))
+    found = [folder] if _is_item(folder) else [inner for inner in _inner(folder) if _is_item(inner)]
+    if not found:
+        raise NotACheckpointError(f"{os.fspath(folder.path)} holds no arrays")
+    return [each.path for each in found]
+
+
+def _chosen(path: epath.PathLike, step: int | None) -> Folder:
+    """The step or item that a path stands for."""
+    folder = _look(epath.Path(path))
+    if step is not None:
+        return _step_folder(folder, step)
+    if _is_item(folder) or _is_step(folder):
+        return folder
+    steps = _steps(folder)
+    committed = [each for each in steps if each.state.committed]
+    if committed:
+        return _look(epath.Path(committed[-1].path))
+    if steps:
+        raise UnfinishedError(f"{path} has no committed step: {steps[-1].name}: {steps[-1].state.because}")
+    raise NotACheckpointError(_what_it_is(folder))
 
 
 def step_number(name: str) -> int | None:
@@ -197,9 +217,7 @@ def _step(folder: Folder) -> Step:
 def _items(folder: Folder) -> list[Item]:
     """The items of a step, or the item that this directory is. Raises for what was never committed."""
     record = _record(folder)
-    state = _state(folder, record)
-    if not state.committed:
-        raise UnfinishedError(f"{os.fspath(folder.path)} is not a complete checkpoint: {state.because}")
+    state = _check_committed(folder, record)
     handlers = record.get("item_handlers")
     if _is_item(folder):
         return [_item(folder, state, handlers if isinstance(handlers, str) else "")]
@@ -301,6 +319,13 @@ def _state(folder: Folder, record: Mapping[str, Any]) -> State:
     if record and not record.get("commit_timestamp_nsecs"):
         return State(False, f"its save was interrupted or is under way (no time of commit in {_STEP})")
     return State(True, f"{_STEP} has the time of it" if record else "it has its final name")
+
+
+def _check_committed(folder: Folder, record: Mapping[str, Any]) -> State:
+    state = _state(folder, record)
+    if not state.committed:
+        raise UnfinishedError(f"{os.fspath(folder.path)} is not a complete checkpoint: {state.because}")
+    return state
 
 
 def _is_below_committed(folder: Folder) -> bool:
