@@ -17,6 +17,7 @@ from orbax_ext import cli, lab, rehearsal, verdict
 from orbax_ext.plan import notation
 from orbax_ext.rehearsal import Request
 from tests.multiprocess import world
+from tests.multiprocess.test_verification import damaging
 
 ROOT = pathlib.Path(__file__).parents[2]
 MPIRUN = shutil.which("mpirun")
@@ -93,6 +94,15 @@ def test_a_process_that_does_not_come_is_named_in_time(cluster: lab.Cluster, sav
     assert "process 1" in line
 
 
+def test_copies_that_differ_are_the_verdict(cluster: lab.Cluster, saved: str) -> None:
+    lines = {verdict.line(facts) for facts in cluster.run(rehearse_and_damage, saved, "weights", [3])}
+    assert len(lines) == 1
+    line = lines.pop()
+    assert line.startswith("verdict: FAILED")
+    assert "'verify'" in line
+    assert "weights" in line
+
+
 def test_other_versions_on_one_process_are_the_verdict() -> None:
     usual = verdict.Told("a", 8, {"jax": "0.10.2", "numpy": "2.0"})
     facts = verdict.Facts(
@@ -161,6 +171,11 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 def rehearse_elsewhere(path: str, rank: int) -> verdict.Facts:
     return rehearsal.rehearse(Request(f"{path}-elsewhere" if jax.process_index() == rank else path, timeout=60))
+
+
+def rehearse_and_damage(path: str, leaf: str, ranks: list[int]) -> verdict.Facts:
+    with damaging(leaf, ranks):
+        return rehearsal.rehearse(Request(path, timeout=60))
 
 
 def rehearse_without(path: str, rank: int) -> verdict.Facts | None:
