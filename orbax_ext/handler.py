@@ -32,6 +32,7 @@ from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
 from orbax_ext.options import Options
+from orbax_ext.pipeline import ReadAhead, both
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.planner import digest
 from orbax_ext.waiting import Turn, in_thread
@@ -95,7 +96,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # 1. Describe.
             request = await wishes.describe(self, infos, args)
             # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-            own_budget = budget_lib.choose(self.options)
+            own_budget = budget_lib.choose(self.options, request.device_bytes)
             plan = self._plan(request, own_budget)
         _log_direct(request, plan)
         if not plan.groups and not _concerns_all_processes(request):
@@ -161,14 +162,18 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with _timed(account, "exchange"):
                     arrays.update(await under_way)
 
-        for number, group in enumerate(restore.plan.groups):
-            phase = f"read group {number + 1} of {len(restore.plan.groups)}"
-            with _timed(account, "read"):
-                # 6. Meet again before each exchange: one process's read error is raised by all.
-                contributions, _ = await session.together(phase, _both(restore.read(group), finish()))
-            await session.barrier(f"single_replica_pre_broadcast.{number}")
-            under_way = restore.start_exchange(group, contributions, self.options.stall_timeout)
-        direct, _ = await session.together("hand over", _both(restore.read_direct(), finish()))
+        groups = restore.plan.groups
+        ahead = ReadAhead(restore.read, groups, budget_lib.AHEAD[restore.plan.strategy])
+        with ahead.until_done():
+            for number, group in enumerate(groups):
+                phase = f"read group {number + 1} of {len(groups)}"
+                with _timed(account, "read"):
+                    # 6. Meet again before each exchange: one process's read error is raised by all.
+                    contributions, _ = await session.together(phase, both(ahead.take(number), finish()))
+                if number == 0:  # after the others all come from the meeting at once
+                    await session.barrier("single_replica_pre_broadcast")
+                under_way = restore.start_exchange(group, contributions, self.options.stall_timeout)
+            direct, _ = await session.together("hand over", both(restore.read_direct(), finish()))
         arrays.update(direct)
         return [arrays[index] for index in range(len(arrays))]
 
@@ -176,7 +181,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return meeting.Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
-        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=budget)
+        group = budget_lib.group_bytes(budget)
+        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=group)
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """Upstream's helper with the mesh's axis types kept: the part of a sharding in this process's replica."""
@@ -186,15 +192,6 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         here = jax.process_index()
         replica = next(row for row, devices in enumerate(table) if any(d.process_index == here for d in devices))
         return mesh_lib.replica_sharding(sharding, mesh_lib.replica_mesh(sharding.mesh, axes, replica))
-
-
-async def _both(first: Any, second: Any) -> tuple[Any, Any]:
-    """Runs two coroutines at a time and waits for both, also when one fails."""
-    results = await asyncio.gather(first, second, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results[0], results[1]
 
 
 @contextlib.asynccontextmanager

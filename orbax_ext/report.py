@@ -30,7 +30,7 @@ class RestoreReport:
         self.strategy = {leaves[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
         for group in plan.groups:
             for bundle in group.bundles:
-                self.strategy.update({leaves[index].name: plan.strategy for index in bundle.leaves})
+                self.strategy.update({plan.items[index].name: plan.strategy for index in bundle.leaves})
 
     def __str__(self) -> str:
         direct = sum(how.startswith("direct") for how in self.strategy.values())
