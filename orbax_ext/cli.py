@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from orbax_ext import version
 
-COMMANDS = ("check", "demo", "doctor", "inspect", "patch", "verify")  # modules of orbax_ext.commands, as --help shows
+# Modules of orbax_ext.commands, in the order that --help shows.
+COMMANDS = ("check", "demo", "doctor", "inspect", "patch", "report", "verify")
 
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1

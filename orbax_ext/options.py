@@ -28,6 +28,7 @@ class Options:
       stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
       timeout: Seconds in all after which a restore fails on all of them; None for no such limit.
       verify: Compare digests of what was restored across replicas, and with those stored beside the checkpoint.
+      progress: Show on process 0 how far the restore is: a bar in a terminal, otherwise a log line every few seconds.
     """
 
     replica_axis: str | int | Sequence[str | int] | None = None
@@ -39,6 +40,7 @@ class Options:
     stall_timeout: float = 300.0
     timeout: float | None = None
     verify: bool = False
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if self.replica_axis is not None and self.replica_axis_index is not None:
