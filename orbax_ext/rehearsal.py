@@ -129,23 +129,17 @@ def _restore(
     return {
         "seconds": time.monotonic() - started,
         "bytes_read": storage_metrics.bytes_read() - before,
-        "bytes_held": sum(_held(leaf) for leaf in jax.tree.leaves(restored)),
+        "bytes_received": last.own.bytes_received if last else 0,
         "phases": dict(last.seconds) if last else {},
         "travelled": sum(not how.startswith("direct") for how in last.strategy.values()) if last else 0,
     }
-
-
-def _held(leaf: Any) -> int:
-    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 0
-    return sum(shard.data.nbytes for shard in leaf.addressable_shards)
 
 
 def _add(told: Told, more: Mapping[str, Any]) -> Told:
     return dataclasses.replace(
         told,
         bytes_read=told.bytes_read + int(more["bytes_read"]),
-        bytes_held=told.bytes_held + int(more["bytes_held"]),
+        bytes_received=told.bytes_received + int(more["bytes_received"]),
         seconds=told.seconds + float(more["seconds"]),
         phases={
             phase: told.phases.get(phase, 0.0) + more["phases"].get(phase, 0.0)

@@ -47,7 +47,7 @@ class Told:
     devices: int
     versions: Mapping[str, str]
     bytes_read: int = 0
-    bytes_held: int = 0  # on its devices
+    bytes_received: int = 0  # from other processes
     seconds: float = 0.0
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # "read", "exchange"...
 
@@ -163,8 +163,7 @@ def read_rate(told: Told) -> float | None:
 def exchange_rate(told: Told) -> float | None:
     """Bytes per second that came over the interconnect; what was waited for counts too, so it is a lower bound."""
     took = told.phases.get("exchange", 0.0)
-    received = told.bytes_held - told.bytes_read
-    return received / took if took > 0 and received > 0 else None
+    return told.bytes_received / took if took > 0 and told.bytes_received else None
 
 
 def _processes(processes: Sequence[int], facts: Facts, most: int = 4) -> str:

@@ -1,7 +1,7 @@
 """Who reads and receives how much under a plan, process by process. Pure, and quick for thousands of processes.
 
 Bytes read are whole stored chunks, before compression: reading part of a chunk reads all of it, once in each process.
-Bytes received are what has to come from other processes at least, however the collective does it.
+Bytes received are what devices get from devices of other processes, as in a restore's report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD = 4  # bytes; what a pack is counted in
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class Volumes:
     """Bytes by process, and by leaf over all processes."""
 
     read: np.ndarray  # from storage, by process
@@ -40,7 +40,7 @@ class Traffic:
         return int(self.received.sum())
 
 
-def count(plan: RestorePlan, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], processes: int) -> Traffic:
+def count(plan: RestorePlan, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], processes: int) -> Volumes:
     """What a plan makes every process read and receive."""
     layouts = [_Layout(mesh, processes) for mesh in meshes]
     tally = _Tally(leaves, plan, processes)
@@ -53,7 +53,7 @@ def count(plan: RestorePlan, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo],
             tally.read(index, np.full(processes, size), np.full(processes, size))
     for group in plan.groups:
         _count_group(group, plan, layouts[group.mesh], tally)
-    return tally.traffic()
+    return tally.volumes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _count_group(group: Group, plan: RestorePlan, layout: _Layout, tally: _Tally
             arriving += bundle.words * _WORD * len(bundle.shares)
     tally.receive(layout.gathered(group.axes) * arriving)
     for reader, size in summed.items():
-        tally.receive(layout.cliques(group.axes) * size, layout.cliques_of_replica(group.axes, reader), size)
+        tally.receive(layout.devices * size, layout.beside_replica(group.axes, reader), size)
 
 
 class _Tally:
@@ -125,11 +125,10 @@ class _Tally:
         if there is not None:  # who has it need not receive it
             np.add.at(self._received, there.processes, -there.values * size)
 
-    def traffic(self) -> Traffic:
-        as_int = functools.partial(np.rint)
-        return Traffic(
-            as_int(self._read).astype(np.int64),
-            as_int(self._received).astype(np.int64),
+    def volumes(self) -> Volumes:
+        return Volumes(
+            np.rint(self._read).astype(np.int64),
+            np.rint(self._received).astype(np.int64),
             self._leaf_read,
             self._leaf_needed,
         )
@@ -160,8 +159,8 @@ class _Layout:
         self.reads = functools.cache(self._reads_of_all)
         self.reads_of_replica = functools.cache(self._reads_of_replica)
         self.gathered = functools.cache(self._gathered)
-        self.cliques = functools.cache(self._cliques)
-        self.cliques_of_replica = functools.cache(self._cliques_of_replica)
+        self.beside_replica = functools.cache(self._beside_replica)
+        self._members = functools.cache(self._members_of)
         self._by_replica = functools.cache(self._table)
 
     def _reads_of_all(self, box: _Box, lanes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -173,20 +172,26 @@ class _Layout:
         return self._distinct(box, self._by_replica(axes)[replica], ())
 
     def _gathered(self, axes: tuple[str, ...]) -> np.ndarray:
-        """By process, for every byte that each clique of copies gathers: how many come from elsewhere."""
-        pairs, members = np.unique(self._pairs(self._everyone, axes), return_counts=True)
+        """By process, for every byte that a device gathers: how many come from elsewhere to its devices."""
+        pairs, members = self._members(axes)
         replicas = math.prod(self._sizes[axis] for axis in axes)
-        return np.bincount(pairs // self._stride, weights=1 - members / replicas, minlength=self._processes)
+        return np.bincount(pairs // self._stride, weights=members * (1 - members / replicas), minlength=self._processes)
 
-    def _cliques(self, axes: tuple[str, ...]) -> np.ndarray:
-        """By process, how many cliques of copies it has devices in."""
-        pairs = np.unique(self._pairs(self._everyone, axes))
-        return np.bincount(pairs // self._stride, minlength=self._processes).astype(float)
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """By process, how many of the mesh's devices it has."""
+        return np.bincount(self._owner, minlength=self._processes).astype(float)
 
-    def _cliques_of_replica(self, axes: tuple[str, ...], replica: int) -> _Few:
-        pairs = np.unique(self._pairs(self._by_replica(axes)[replica], axes))
-        processes, counts = np.unique(pairs // self._stride, return_counts=True)
-        return _Few(processes, counts.astype(float))
+    def _beside_replica(self, axes: tuple[str, ...], replica: int) -> _Few:
+        """Of the processes with devices of a replica: how many of their devices have copies of what these have."""
+        pairs, members = self._members(axes)
+        there = np.unique(self._pairs(self._by_replica(axes)[replica], axes))
+        processes, where = np.unique(there // self._stride, return_inverse=True)
+        return _Few(processes, np.bincount(where, weights=members[np.searchsorted(pairs, there)]))
+
+    def _members_of(self, axes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The (process, clique of copies) that there are, and how many devices are in each."""
+        return np.unique(self._pairs(self._everyone, axes), return_counts=True)
 
     @property
     def _stride(self) -> int:
