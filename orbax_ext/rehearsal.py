@@ -18,7 +18,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import budget, checkup, errors, inspection, meeting, report, storage, storage_metrics, verdict, words
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.plan import notation
+from orbax_ext.plan import described, notation
 from orbax_ext.register import pytree_handler
 from orbax_ext.scrub import scrub
 from orbax_ext.verdict import Facts, Told
@@ -182,15 +182,11 @@ def _specs(request: Request, item: inspection.Item, mesh: Mapping[str, int]) -> 
     for leaf in item.leaves:
         if leaf.array is None or leaf.kind not in ("jax.Array", "array"):
             continue
-        shape = leaf.array.header.shape
-        rule = notation.rule_for(leaf.name, request.rules)
-        if rule and (reason := notation.why_not(rule.spec, shape, mesh)):
-            raise ValueError(f"--spec {rule.pattern}=... does not fit {leaf.name}: {reason}")
         saved = leaf.sharding.spec if leaf.sharding else ()
-        if rule is None and notation.why_not(saved, shape, mesh):
+        spec, reason = described.choose_spec(leaf.name, leaf.array.header.shape, saved, request.rules, mesh)
+        if reason:
             unfit.append(leaf.name)
-            saved = ()
-        specs[leaf.name] = () if leaf.key_type else rule.spec if rule else saved
+        specs[leaf.name] = () if leaf.key_type else spec
     notes: tuple[str, ...] = ()
     if unfit:
         shown = ", ".join(unfit[:3]) + (f" and {len(unfit) - 3} more" if len(unfit) > 3 else "")
