@@ -11,11 +11,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from orbax_ext import version
 
 # Modules of orbax_ext.commands, in the order that --help shows.
-COMMANDS = ("check", "demo", "doctor", "inspect", "patch", "report", "verify")
+COMMANDS = ("check", "demo", "doctor", "inspect", "patch", "plan", "report", "verify")
 
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
@@ -49,8 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CANNOT_RUN, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="orbax-ext",
         description="Restore of large JAX jobs: tools around orbax_ext.",
         epilog="Stored shapes have one leading axis more than yours, or one less? That is pmap's axis of devices: "

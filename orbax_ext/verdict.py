@@ -215,7 +215,12 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     rows.append(("storage", _storage(facts)))
     rates = [rate for each in told.values() if (rate := exchange_rate(each)) is not None]
     if rates:
-        rows.append(("exchange", f"{facts.travelled} leaves, at least {words.size(min(rates))}/s into each process"))
+        rows.append(
+            (
+                "exchange",
+                f"{words.count(facts.travelled, 'leaf')}, at least {words.size(min(rates))}/s into each process",
+            )
+        )
     else:
         rows.append(("exchange", "none: every process read what it needs"))
     return rows

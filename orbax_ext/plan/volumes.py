@@ -1,6 +1,7 @@
 """Who reads and receives how much under a plan, process by process. Pure, and quick for thousands of processes.
 
 Bytes read are whole stored chunks, before compression: reading part of a chunk reads all of it, once in each process.
+They are exact where the blocks of each process form a grid, as those of neighbours on a mesh do; else an estimate.
 Bytes received are what devices get from devices of other processes, as in a restore's report.
 """
 
@@ -232,7 +233,7 @@ class _Layout:
         block = block * count + lane
         of_lane, _ = _covered(count, 1, count, owners, lane, processes)
         read, needed = read * of_lane, needed * of_lane
-        # The blocks of a process are a grid, whose sides were multiplied; where they are not, by so much too much.
+        # The blocks of a process are a grid, whose sides were multiplied; where they are not, that is too much.
         held = np.unique(owners * (int(block.max(initial=0)) + 1) + block)
         there = np.bincount(
             np.searchsorted(processes, held // (int(block.max(initial=0)) + 1)), minlength=len(processes)

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from orbax_ext import cli, lab, rehearsal, verdict
-from orbax_ext.plan import notation
+from orbax_ext.plan import MeshInfo, notation
 from orbax_ext.rehearsal import Request
 from tests.multiprocess import world
 from tests.multiprocess.test_verification import damaging
@@ -25,7 +25,7 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun: apt-get ins
 
 
 def test_a_checkpoint_that_restores_is_ok_and_measured(cluster: lab.Cluster, saved: str) -> None:
-    found = cluster.run(rehearsal.rehearse, Request(saved))
+    found = cluster.run(rehearsal.rehearse, Request(saved, strategy="spread"))
     assert all(dataclasses.replace(facts, report="") == dataclasses.replace(found[0], report="") for facts in found)
     facts = found[0]
     assert facts.error == ""
@@ -45,18 +45,41 @@ def test_a_checkpoint_that_restores_is_ok_and_measured(cluster: lab.Cluster, sav
     shown = verdict.text(facts)
     assert shown.splitlines()[-1].startswith(f"verdict: OK, {len(world.STATE)} leaves")
     assert "orbax-checkpoint" in shown
-    assert f"process 0 of {cluster.processes}" in shown
+    assert facts.report
+    assert all(line in shown for line in facts.report.splitlines())
 
 
-def test_a_mesh_that_puts_all_copies_into_one_process_is_told(cluster: lab.Cluster, saved: str) -> None:
-    rules = (notation.parse_rule("*=P()"), notation.parse_rule("never=P(nope)"))
-    request = Request(
-        saved, mesh=notation.parse_mesh("tp=4,dp=8"), rules=(notation.parse_rule("layer_*=P(tp)"), *rules)
-    )
-    facts = cluster.run(rehearsal.rehearse, request)[0]
+@pytest.mark.parametrize("strategy", ["spread", "single", "direct"])
+def test_what_plan_foresees_is_what_is_read_and_received(
+    cluster: lab.Cluster, saved: str, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = cluster.run(rehearsal.rehearse, Request(saved, strategy=strategy))[0]
+    assert cli.main(["plan", saved, "--mesh", "pp=1,dp=4,tp=8", "--processes", "4", "--json"]) == cli.EXIT_OK
+    foreseen = json.loads(capsys.readouterr().out)["strategies"][strategy]
+    state = facts.logical_bytes
+    for process, told in facts.told.items():
+        assert abs(told.bytes_read - foreseen["read_by_process"][process]) < 0.1 * state  # metadata, compression
+        assert told.bytes_received == foreseen["received_by_process"][process]
+
+
+def test_which_axes_cross_processes_is_told(cluster: lab.Cluster, saved: str) -> None:
+    rules = (notation.parse_rule("layer_*=P(tp)"), notation.parse_rule("*=P()"))
+    facts = cluster.run(rehearsal.rehearse, Request(saved, mesh=notation.parse_mesh("tp=4,dp=8"), rules=rules))[0]
     assert facts.ok
-    assert facts.travelled == 6  # all but the layers, whose copies along dp are on one process
-    assert {axis.name: axis.across_processes for axis in facts.axes} == {"tp": True, "dp": False}
+    assert {axis.name: (axis.cut > 0.9, axis.across_processes) for axis in facts.axes} == {
+        "tp": (True, True),
+        "dp": (False, False),
+    }
+
+
+def test_copies_that_are_all_within_a_process_are_advised_against() -> None:
+    mesh = MeshInfo(("tp", "dp"), (2, 4), (0, 0, 0, 0, 1, 1, 1, 1))
+    axes = verdict.axes_against_processes(mesh, {0: "a", 1: "a"}, {"tp": 1.0})
+    assert [str(axis) for axis in axes] == ["tp=2: shards, across processes", "dp=4: copies, within each process"]
+    told = {process: verdict.Told("a", 4, {}) for process in (0, 1)}
+    (change,) = verdict.changes(verdict.Facts("/ckpt", told, axes=axes, leaves=3))
+    assert "put dp before the sharded axes" in change
+    assert verdict.changes(verdict.Facts("/ckpt", told, axes=axes, leaves=3, travelled=1)) == []
 
 
 def test_a_request_that_does_not_fit_is_refused_by_all(cluster: lab.Cluster, saved: str) -> None:
