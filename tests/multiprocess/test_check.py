@@ -156,13 +156,13 @@ def test_the_command_starts_a_local_cluster(saved: str) -> None:
 
 @needs_mpirun
 def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
-    done = run([*mpirun(), "-n", "4", *command(), saved, "--mesh", "dp=4,tp=2"])
+    done = run([*mpirun(), "-n", "3", *command(), saved, "--mesh", "dp=3,tp=2"])
     assert done.returncode == cli.EXIT_OK, done.stderr
     assert done.stdout.count("verdict:") == 1
     assert done.stdout.startswith("check of ")  # what libraries print goes elsewhere
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"verdict: OK, {len(world.STATE)} leaves")
-    assert "on 4 processes x 2 devices" in last
+    assert "on 3 processes x 2 devices" in last
 
 
 @needs_mpirun
