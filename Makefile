@@ -7,6 +7,7 @@
 #   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
+#   make bench   restores on hosts with shaped links: plain and stock Orbax beside orbax_ext (BENCH_ARGS='--only dense')
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
 #   make docs    rewrite the parts of the documents that are made from data
 #   make patches-check          every release: download, verify, patch, compile, take back
@@ -25,7 +26,7 @@ PYTHON313 ?= $(call find_python,3.13)
 
 EXAMPLES ?= 300
 
-.PHONY: bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
+.PHONY: bench bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
 .PHONY: test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
 .PHONY: test-faults test-faults-oldest test-faults-newest faults-table bench-meetings
 
@@ -65,6 +66,10 @@ check: $(NEWEST)/.ready
 fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check --fix .
 	$(NEWEST)/bin/ruff format .
+
+bench: $(NEWEST)/.ready $(OLDEST)/.ready
+	$(NEWEST)/bin/python -m pip install --quiet -c .ci/constraints/newest.txt -e '.[bench]'
+	$(NEWEST)/bin/python -m orbax_ext.lab.bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out .ci/bench $(BENCH_ARGS)
 
 bench-placement: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement

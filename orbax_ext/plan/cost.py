@@ -62,6 +62,10 @@ class Load:
     reads: int = 0  # arrays, of the process that reads most of them
     groups: int = 0
 
+    @property
+    def is_tiny(self) -> bool:
+        return self.read < _TINY_BYTES and self.reads < _TINY_READS
+
     def seconds(self, rates: Rates) -> float:
         """How long it takes."""
         read = max(self.read / rates.storage, self.read_by_all / rates.storage_total) + self.reads * PER_ARRAY
@@ -179,10 +183,16 @@ def with_cheapest(
 ) -> RestorePlan:
     """The plan with its groups, from number `done` on, read directly instead where that is expected to be faster.
 
-    Without rates, only what is too small to be worth an exchange is. `pace` is what groups have taken so far, in
+    Without rates, all of it if it is too small to be worth an exchange. `pace` is what groups have taken so far, in
     seconds each; without it that is reckoned from the rates.
     """
     costs = Costs(plan.items, meshes, processes)
+    if rates is None:
+        everything = sources(plan, plan.groups)
+        if not costs.direct(everything).is_tiny:
+            return plan
+        reason = "the state is too small to be worth an exchange"
+        return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
     direct, kept, reasons = dict(plan.direct), list(plan.groups[:done]), []
     for kind in _kinds(plan.groups[done:]):
         bound = _bound(plan, kept, kind)
@@ -191,22 +201,13 @@ def with_cheapest(
         if not groups:
             continue
         leaves = sources(plan, groups)
-        alone = costs.direct(leaves)
-        reason = ""
-        if rates is None:
-            if alone.read < _TINY_BYTES and alone.reads < _TINY_READS:
-                reason = "it is too little to be worth an exchange"
-        else:
-            apart = alone.seconds(rates)
-            together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
-            if apart + _WORTH < together:
-                reason = f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})"
-            else:
-                reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
-        if reason:
-            direct |= dict.fromkeys(leaves, reason)
+        apart = costs.direct(leaves).seconds(rates)
+        together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
+        if apart + _WORTH < together:
+            direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})")
         else:
             kept += groups
+            reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
     because = plan.because or "; ".join(dict.fromkeys(reasons))
     return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
 

@@ -136,7 +136,7 @@ def _restore(path: str, args: Any) -> list[str]:
 def _must_have_been_broadcast() -> None:
     report = orbax_ext.last_report()
     assert report is not None
-    assert set(report.strategy.values()) <= {"single", "spread"}, report.strategy
+    assert world.ways(report.strategy) <= {"single", "spread"}, report.strategy
     orbax_ext.report.publish(None)
 
 

@@ -103,15 +103,15 @@ def scenarios() -> Iterator[Scenario]:
     """All of them, the headline first."""
     usual = Links(320, 1600)
     yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, headline=True)
-    yield _dense("dense_slow", "the same, on slower links", Links(80, 400), 512, headline=True)
-    yield _dense("fast_storage", "storage faster than fabric", Links(1600, 320))
-    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 128)
+    yield _dense("dense_slow", "the same on slower links", Links(80, 400), 1024, headline=True)
+    yield _dense("fast_storage", "storage faster than fabric", Links(1600, 320), 512)
+    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 512)
     yield _dense("capped_storage", "storage with a total cap", Links(320, 1600, storage_total=320))
     yield _dense("small_leaves", "5,000 leaves of 8 KiB", usual, leaf=(64, 64), leaves=5000)
     yield _dense("huge_leaf", "one leaf of 256 MiB", usual, leaf=(8192, 16384), leaves=1)
-    yield _dense(
-        "fsdp_dp", "FSDP over two hosts, two replicas", usual, mesh=(("dp", 2), ("fsdp", 4)), spec=("fsdp", None)
-    )
-    yield _dense("whole_shards", "saved by one replica: a chunk is a whole shard", usual, replica_parallel=False)
+    fsdp = (("dp", 2), ("fsdp", 4))
+    yield _dense("fsdp_dp", "FSDP over two hosts, two replicas", usual, mesh=fsdp, spec=("fsdp", None))
+    yield _dense("whole_shards", "one replica saved: a chunk is a whole shard", usual, replica_parallel=False)
+    yield _dense("replica_chunks", "all replicas saved: a chunk is a part of a shard", usual)
     for hosts in (2, 4, 8):
         yield _growing(hosts)
