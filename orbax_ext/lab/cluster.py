@@ -96,7 +96,11 @@ class Cluster:
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(

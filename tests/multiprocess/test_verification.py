@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +101,12 @@ def test_the_command_tells_good_damaged_and_unknown_apart(
 
 
 def restore_and_damage(path: str, leaf: str, ranks: list[int], verify: bool = True) -> None:
+    with damaging(leaf, ranks):
+        assert world.restore(path, STATE, MESH, knobs={**KNOBS, "verify": verify}) == []
+
+
+@contextlib.contextmanager
+def damaging(leaf: str, ranks: list[int]) -> Iterator[None]:
     """Changes one element of a leaf on the last device of some processes, after the exchange."""
     original = verification.verify
 
@@ -112,7 +119,7 @@ def restore_and_damage(path: str, leaf: str, ranks: list[int], verify: bool = Tr
 
     verification.verify = damaged
     try:
-        assert world.restore(path, STATE, MESH, knobs={**KNOBS, "verify": verify}) == []
+        yield
     finally:
         verification.verify = original
 
