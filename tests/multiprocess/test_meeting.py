@@ -7,7 +7,6 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,9 +19,8 @@ LIMITS = meeting.Limits(stall=STALL)
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[lab.Cluster]:
-    with lab.Cluster(processes=4, devices=1) as running:
-        yield running
+def team(small_cluster: lab.Cluster) -> lab.Cluster:
+    return small_cluster
 
 
 def test_all_hear_what_each_brought(team: lab.Cluster) -> None:
