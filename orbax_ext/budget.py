@@ -1,4 +1,4 @@
-"""How much memory one exchange may take on a device."""
+"""How much may be under way at a time on a device: read ahead, travelling, or arrived but not yet in its place."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ import jax
 
 from orbax_ext.options import Options
 
-_DEFAULT_MOST = 256 << 20  # larger groups gain no bandwidth, and delay the first byte's departure
-_COPIES = 3  # what is read next, what travels, what arrives
+_MOST = 256 << 20  # more gains no bandwidth, and delays the first byte's departure
+_LEAST = 64 << 20  # less costs more in meetings than it saves
+_SHARE = 8  # of the state that may be under way
+
+AHEAD = {
+    "spread": 2,
+    "single": 1,
+}  # groups that are read beyond the next; what a reader holds of one is smaller in spread
+_GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in place
 
 
-def choose(options: Options) -> int:
-    """Bytes per device: what the user says, or a share of what is free on this process's devices."""
+def choose(options: Options, state_bytes: int) -> int:
+    """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices."""
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
     free = min(_free_bytes(device) for device in jax.local_devices())
-    return max(1, min(_DEFAULT_MOST, int(free * factor / _COPIES)))
+    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE), int(free * factor)))
+
+
+def group_bytes(limit: int) -> int:
+    """Bytes per device that one group may have, so that all groups under way keep to the limit."""
+    return max(1, limit // _GROUPS)
 
 
 def _free_bytes(device: jax.Device) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from orbax_ext import version
 
-COMMANDS = ("demo", "doctor", "patch", "verify")  # modules of orbax_ext.commands, in the order that --help shows
+# Modules of orbax_ext.commands, in the order that --help shows.
+COMMANDS = ("demo", "doctor", "patch", "report", "verify")
 
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1

@@ -116,6 +116,43 @@ async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any)
     return found
 
 
+async def read_view(
+    handler: type_handlers.ArrayHandler,
+    info: Any,
+    arg: Any,
+    sharding: Any,
+    *,
+    stored_shape: Sequence[int],
+    transform: dict[str, Any],
+    shape: Sequence[int],
+) -> jax.Array:
+    """What `ArrayHandler.deserialize` does for one array, for a view of it: TensorStore's JSON index transform.
+
+    Fails if the array is not stored in the given shape: Orbax would tell only for an array read whole.
+    """
+    found = tensorstore_utils.build_array_read_spec(
+        info,
+        use_ocdbt=info.is_ocdbt_checkpoint,
+        metadata_key=handler._metadata_key,
+        raise_array_data_missing_error=info.raise_array_data_missing_error,
+        target_dtype=arg.dtype,
+    )
+    spec = copy.deepcopy(found.json)
+    stored = spec
+    while "base" in stored:
+        stored = stored["base"]
+    stored.setdefault("metadata", {})["shape"] = list(stored_shape)
+    array, _ = await serialization.async_deserialize(
+        sharding,
+        {**spec, "transform": transform},
+        global_shape=tuple(shape),
+        dtype=arg.dtype,
+        byte_limiter=info.byte_limiter,
+        context=info.ts_context,
+    )
+    return array
+
+
 _V1_KNOBS = "_orbax_ext_knobs"
 _v1_array_handler = v1_array_leaf_handler._create_v0_array_handler
 

@@ -60,8 +60,8 @@ class SumOp:
         return (self.block,)
 
     def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
-        summed = lax.psum(_encode(operand), "replica")
-        return (_decode(summed, self.block),)
+        summed = lax.psum(encode(operand), "replica")
+        return (decode(summed, self.block),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,9 @@ class GatherOp:
         return (self.block,) * self.lanes
 
     def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
-        pieces = [lax.all_gather(words, "replica") for words in _encode(operand)]
+        pieces = [lax.all_gather(words, "replica") for words in encode(operand)]
         blocks = zip(*(self._assemble(piece) for piece in pieces), strict=True)
-        return tuple(_decode(words, self.block) for words in blocks)
+        return tuple(decode(words, self.block) for words in blocks)
 
     def _assemble(self, pieces: jax.Array) -> list[jax.Array]:
         """From (replica, *part) to the block of each lane."""
@@ -202,20 +202,20 @@ class Exchange:
         return (self._mesh.size * block.carried_shape[0], *block.carried_shape[1:])
 
 
-def _encode(array: jax.Array) -> tuple[jax.Array, ...]:
+def encode(array: jax.Array) -> tuple[jax.Array, ...]:
     """The same bits as unsigned integers; complex numbers as two arrays of them."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return (*_encode(lax.real(array)), *_encode(lax.imag(array)))
+        return (*encode(lax.real(array)), *encode(lax.imag(array)))
     if array.dtype == jnp.bool_:
         return (array.astype(jnp.uint8),)
     return (lax.bitcast_convert_type(array, f"uint{_bits(array.dtype)}"),)
 
 
-def _decode(words: Sequence[jax.Array], block: Block) -> jax.Array:
+def decode(words: Sequence[jax.Array], block: Block) -> jax.Array:
     dtype = jnp.dtype(block.dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = Block(block.shape, np.zeros(0, dtype).real.dtype)
-        return lax.complex(_decode(words[:1], part), _decode(words[1:], part))
+        return lax.complex(decode(words[:1], part), decode(words[1:], part))
     (only,) = words
     only = only.reshape(block.shape)
     if dtype == jnp.bool_:

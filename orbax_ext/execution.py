@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
 from orbax_ext import packing, reading, wishes
+from orbax_ext.assembly import Assembler
 from orbax_ext.exchange import Block, Exchange, GatherOp, Op, PackOp, SumOp
 from orbax_ext.plan import Bundle, Group, RestorePlan, Stack, Sum
 from orbax_ext.plan.splitting import part_shape
@@ -28,6 +31,9 @@ class Execution:
         self._request = request
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
         self._zeros: dict[tuple[Any, ...], reading.Zeros] = {}
+        self._assemblers: dict[tuple[Any, ...], Assembler] = {}
+        self._assembled: dict[int, tuple[jax.Array, ...]] = {}  # leaves of which not all slices have arrived
+        self._missing = Counter(leaf.part.leaf for leaf in plan.items if leaf.part is not None)
 
     async def compile(self) -> None:
         for group in self.plan.groups:
@@ -36,6 +42,9 @@ class Execution:
                 if isinstance(bundle, Sum):
                     for replica in self._other_replicas_here(group, bundle):
                         self._zeros_of(group, bundle, replica)
+                for item in bundle.leaves:
+                    if self.plan.items[item].part is not None:
+                        self._assembler(group, item)
 
     async def connect(self, limit: float) -> None:
         for exchange in self._exchanges.values():
@@ -44,12 +53,12 @@ class Execution:
     async def read(self, group: Group) -> list[OnDevices]:
         """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
         wanted = [part for bundle in group.bundles for part in self._parts_here(group, bundle)]
-        infos, args = self._infos_and_args(leaf for leaf, _, _ in wanted)
-        found = await reading.read(
-            self._handler, infos, args, [sharding for _, sharding, _ in wanted], [block for _, _, block in wanted]
-        )
-        by_leaf = {leaf: there for (leaf, _, _), there in zip(wanted, found, strict=True)}
-        return [self._contribution(group, bundle, by_leaf) for bundle in group.bundles]
+        errands = [
+            reading.Errand(self._wish(item), self.plan.items[item], sharding, block) for item, sharding, block in wanted
+        ]
+        found = await reading.read(self._handler, errands)
+        by_item = {item: there for (item, _, _), there in zip(wanted, found, strict=True)}
+        return [self._contribution(group, bundle, by_item) for bundle in group.bundles]
 
     async def read_direct(self) -> dict[int, jax.Array]:
         """The leaves that are read the ordinary way."""
@@ -68,7 +77,7 @@ class Execution:
             received = await in_thread(self._exchange(group).run, self._ops(group), contributions, limit=limit)
             contributions.clear()
             await in_thread(jax.block_until_ready, [list(there.values()) for there in received], limit=limit)
-            return {leaf: self._hand_over(leaf, there) for leaf, there in self._by_leaf(group, received).items()}
+            return self._finished(group, self._by_item(group, received))
 
         return asyncio.ensure_future(finish())
 
@@ -113,9 +122,9 @@ class Execution:
             return {device: data for leaf in bundle.leaves for device, data in read.get(leaf, {}).items()}
         table = mesh_lib.by_replica(self._mesh(group), group.axes)
         here = {device: row for row, devices in enumerate(table) for device in devices if _is_local(device)}
-        return packing.pack(bundle, here, read, self._request.leaves)
+        return packing.pack(bundle, here, read, self.plan.items)
 
-    def _by_leaf(self, group: Group, received: Sequence[OnDevices]) -> dict[int, OnDevices]:
+    def _by_item(self, group: Group, received: Sequence[OnDevices]) -> dict[int, OnDevices]:
         found: dict[int, OnDevices] = {}
         outputs = iter(received)
         for bundle in group.bundles:
@@ -123,7 +132,25 @@ class Execution:
                 found.update({leaf: next(outputs) for leaf in bundle.leaves})
             else:
                 blocks = {leaf: self._block(leaf) for leaf in bundle.leaves}
-                found.update(packing.unpack(bundle, next(outputs), blocks, self._request.leaves))
+                found.update(packing.unpack(bundle, next(outputs), blocks, self.plan.items))
+        return found
+
+    def _finished(self, group: Group, arrived: dict[int, OnDevices]) -> dict[int, jax.Array]:
+        """The leaves that are complete with what has arrived; slices are put in their places until theirs is."""
+        found = {}
+        for item, there in arrived.items():
+            part = self.plan.items[item].part
+            if part is None:
+                found[item] = self._hand_over(item, there)
+                continue
+            assembler = self._assembler(group, item)
+            whole = self._assembled.pop(part.leaf, None)
+            whole = assembler.place(assembler.begin() if whole is None else whole, part, there)
+            self._missing[part.leaf] -= 1
+            if self._missing[part.leaf]:
+                self._assembled[part.leaf] = whole
+            else:
+                found[part.leaf] = self._hand_over(part.leaf, assembler.finish(whole))
         return found
 
     # Looked up or made once.
@@ -143,10 +170,24 @@ class Execution:
             self._exchanges[key] = Exchange(mesh_lib.by_replica(self._mesh(group), group.axes))
         return self._exchanges[key]
 
-    def _block(self, leaf: int) -> Block:
-        block = self._request.wishes[leaf].block
+    def _wish(self, item: int) -> wishes.Wish:
+        part = self.plan.items[item].part
+        return self._request.wishes[item if part is None else part.leaf]
+
+    def _block(self, item: int) -> Block:
+        block = self._wish(item).block
         assert block is not None
-        return block
+        return dataclasses.replace(block, shape=self.plan.items[item].block)
+
+    def _assembler(self, group: Group, item: int) -> Assembler:
+        leaf = self.plan.items[item]
+        assert leaf.part is not None
+        whole, part, dim = self._block(leaf.part.leaf), self._block(item), leaf.part.dim
+        key = (group.mesh, whole, part, dim)
+        if key not in self._assemblers:
+            here = [device for device in self._mesh(group).devices.flat if _is_local(device)]
+            self._assemblers[key] = Assembler(whole, part, dim, here)
+        return self._assemblers[key]
 
     def _infos_and_args(self, leaves: Iterable[int]) -> tuple[list[Any], list[Any]]:
         chosen = [self._request.wishes[leaf] for leaf in leaves]
@@ -154,14 +195,14 @@ class Execution:
 
     def _replica_sharding(self, group: Group, leaf: int, replica: int) -> NamedSharding:
         there = mesh_lib.replica_mesh(self._mesh(group), group.axes, replica)
-        return mesh_lib.replica_sharding(self._request.wishes[leaf].sharding, there)
+        return mesh_lib.replica_sharding(self._wish(leaf).sharding, there)
 
     def _split_sharding(self, group: Group, bundle: Stack, lane: int) -> NamedSharding:
         there = mesh_lib.replica_mesh(self._mesh(group), bundle.lanes, lane)
-        return mesh_lib.split_sharding(self._request.wishes[bundle.leaves[lane]].sharding, there, bundle.splits)
+        return mesh_lib.split_sharding(self._wish(bundle.leaves[lane]).sharding, there, bundle.splits)
 
     def _zeros_of(self, group: Group, bundle: Sum, replica: int) -> reading.Zeros:
-        shape, block = self._request.wishes[bundle.leaf].leaf.shape, self._block(bundle.leaf)
+        shape, block = self.plan.items[bundle.leaf].shape, self._block(bundle.leaf)
         sharding = self._replica_sharding(group, bundle.leaf, replica)
         key = (block, shape, sharding)
         if key not in self._zeros:

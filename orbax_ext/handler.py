@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +13,15 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import (
+    accounting,
     agreement,
     arrival,
     compat,
     differences,
     meeting,
+    progress,
     report,
     stacked_restore,
-    storage,
-    storage_metrics,
     verification,
     version,
     wishes,
@@ -32,8 +30,11 @@ from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
 from orbax_ext.options import Options
+from orbax_ext.pipeline import ReadAhead, both
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.planner import digest
+from orbax_ext.reading import OnDevices
+from orbax_ext.recording import Recorder
 from orbax_ext.waiting import Turn, in_thread
 
 _turn = Turn()
@@ -58,6 +59,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         stall_timeout: float = 300.0,
         timeout: float | None = None,
         verify: bool = False,
+        progress: bool = True,
         **array_handler_kwargs: Any,
     ) -> None:
         self.options = Options(
@@ -70,6 +72,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             stall_timeout=stall_timeout,
             timeout=timeout,
             verify=verify,
+            progress=progress,
         )
         # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
         array_handler_kwargs.setdefault("array_metadata_store", compat.ArrayMetadataStore())
@@ -91,45 +94,46 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        async with arrival.failing_together(self.options):
-            # 1. Describe.
-            request = await wishes.describe(self, infos, args)
-            # 2. Plan. Every process comes to the same plan, so all take the same way from here.
-            own_budget = budget_lib.choose(self.options)
-            plan = self._plan(request, own_budget)
-        _log_direct(request, plan)
-        if not plan.groups and not _concerns_all_processes(request):
-            arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
-            if self.options.verify:
-                await verification.verify_alone(self._limits(), request, arrays)
-            return arrays
-        return await self._single_replica_deserialize_and_broadcast(request, own_budget)
+        with accounting.recorded() as recorder, progress.shown(self.options.progress, recorder):
+            async with arrival.failing_together(self.options):
+                # 1. Describe.
+                with recorder.span("describe"):
+                    request = await wishes.describe(self, infos, args)
+                # 2. Plan. Every process comes to the same plan, so all take the same way from here.
+                with recorder.span("plan"):
+                    own_budget = budget_lib.choose(self.options, request.device_bytes)
+                    plan = self._plan(request, own_budget)
+                recorder.planned(request, plan)
+            _log_direct(request, plan)
+            if not plan.groups and not _concerns_all_processes(request):
+                with recorder.span("read"):
+                    arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
+                if self.options.verify:
+                    with recorder.span("verify"):
+                        await verification.verify_alone(self._limits(), request, arrays)
+                return arrays
+            return await self._single_replica_deserialize_and_broadcast(request, own_budget, recorder)
 
     async def _single_replica_deserialize_and_broadcast(
-        self, request: wishes.Wishes, own_budget: int
+        self, request: wishes.Wishes, own_budget: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
-        account = report.RestoreReport(jax.process_index(), jax.process_count(), leaves=len(request.wishes))
-        with meeting.open_session("restore", self._limits(), storage_metrics.bytes_read) as session:
+        with meeting.open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
+            recorder.session = session
             # 3. Meet: is everybody here, do all want the same?
-            with _timed(account, "arrive"):
-                agreed_budget = await self._arrive(session, request, own_budget)
+            agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)
+            recorder.planned(request, plan)
             restore = Execution(self, request, plan)
             # 4. Compile and connect while all are together, so that a late reader harms nobody.
-            with _timed(account, "compile"):
-                await session.together("compile", restore.compile())
-            with _timed(account, "connect"):
-                await session.together("connect", restore.connect(self.options.stall_timeout))
+            await session.together("compile", recorder.timed("compile", restore.compile()))
+            await session.together("connect", recorder.timed("connect", restore.connect(self.options.stall_timeout)))
             # 5.-7. Read a group while the one before it travels.
-            arrays = await self._read_and_exchange(session, restore, account)
+            arrays = await self._read_and_exchange(session, restore, recorder)
             if self.options.verify:
-                with _timed(account, "verify"):
+                with recorder.span("verify"):
                     await verification.verify(session, request, arrays)
-        # 8. Hand over.
-        account.describe(request.leaves, plan)
-        account.s3 = dataclasses.asdict(storage.restore_usage())
-        report.publish(account)
-        logging.info("orbax_ext: restored: %s", account)
+            # 8. Hand over, and tell process 0 where the time went.
+            await accounting.collect(session, recorder)
         return arrays
 
     async def _arrive(self, session: meeting.Session, request: wishes.Wishes, own_budget: int) -> int:
@@ -151,24 +155,33 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return min(int(payload["budget"]) for payload in arrivals.values())
 
     async def _read_and_exchange(
-        self, session: meeting.Session, restore: Execution, account: report.RestoreReport
+        self, session: meeting.Session, restore: Execution, recorder: Recorder
     ) -> list[jax.Array]:
         arrays: dict[int, jax.Array] = {}
         under_way: asyncio.Future[dict[int, jax.Array]] | None = None
 
         async def finish() -> None:
             if under_way is not None:
-                with _timed(account, "exchange"):
-                    arrays.update(await under_way)
+                arrays.update(await under_way)
 
-        for number, group in enumerate(restore.plan.groups):
-            phase = f"read group {number + 1} of {len(restore.plan.groups)}"
-            with _timed(account, "read"):
+        groups = restore.plan.groups
+
+        async def read(number: int) -> list[OnDevices]:
+            with recorder.span("read", group=number):
+                return await restore.read(groups[number])
+
+        ahead = ReadAhead(read, range(len(groups)), budget_lib.AHEAD[restore.plan.strategy])
+        with ahead.until_done():
+            for number, group in enumerate(groups):
+                phase = f"read group {number + 1} of {len(groups)}"
                 # 6. Meet again before each exchange: one process's read error is raised by all.
-                contributions, _ = await session.together(phase, _both(restore.read(group), finish()))
-            await session.barrier(f"single_replica_pre_broadcast.{number}")
-            under_way = restore.start_exchange(group, contributions, self.options.stall_timeout)
-        direct, _ = await session.together("hand over", _both(restore.read_direct(), finish()))
+                contributions, _ = await session.together(phase, both(ahead.take(number), finish()))
+                if number == 0:  # after the others all come from the meeting at once
+                    await session.barrier("single_replica_pre_broadcast")
+                exchanging = restore.start_exchange(group, contributions, self.options.stall_timeout)
+                under_way = recorder.follow("exchange", exchanging, group=number)
+            reading_direct = recorder.timed("read", restore.read_direct())
+            direct, _ = await session.together("hand over", both(reading_direct, finish()))
         arrays.update(direct)
         return [arrays[index] for index in range(len(arrays))]
 
@@ -176,7 +189,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return meeting.Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
-        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=budget)
+        group = budget_lib.group_bytes(budget)
+        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=group)
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """Upstream's helper with the mesh's axis types kept: the part of a sharding in this process's replica."""
@@ -186,15 +200,6 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         here = jax.process_index()
         replica = next(row for row, devices in enumerate(table) if any(d.process_index == here for d in devices))
         return mesh_lib.replica_sharding(sharding, mesh_lib.replica_mesh(sharding.mesh, axes, replica))
-
-
-async def _both(first: Any, second: Any) -> tuple[Any, Any]:
-    """Runs two coroutines at a time and waits for both, also when one fails."""
-    results = await asyncio.gather(first, second, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results[0], results[1]
 
 
 @contextlib.asynccontextmanager
@@ -207,15 +212,6 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         yield
     finally:
         _turn.give_back(here)
-
-
-@contextlib.contextmanager
-def _timed(account: report.RestoreReport, phase: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        account.spent(phase, time.monotonic() - started)
 
 
 def _concerns_all_processes(request: wishes.Wishes) -> bool:

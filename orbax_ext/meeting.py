@@ -26,7 +26,7 @@ import math
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -46,11 +46,16 @@ _LOOKS = 3  # looks without progress after which those who are still missing are
 _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
 _SILENCE = 5.0  # and this much longer again for a service that does not answer
 _LEAVE_LIMIT = 5.0
+_HAND_IN_LIMIT = 5.0
+_MESSAGE = 0.1  # seconds that a message of process 0 may well take
 _MAX_NAMES = 16  # processes that a message names
 _ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
 _GAVE_UP = {"gave up": True}  # stands where the arrival of a process was that waits no more
 
+_CAME = "came"  # when a process came to a meeting, by its own clock
+
 T = TypeVar("T")
+Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds waited, who came last
 
 _hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not come to a later one
 
@@ -87,6 +92,7 @@ class Session:
       subject: What the session is about; sessions of different subjects do not see each other.
       limits: How long to wait.
       done: Tells how far this process is, in bytes; others go on waiting as long as it grows.
+      waited: Is told of every meeting: its phase, how long this process waited, and who came last.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Session:
         subject: str,
         limits: Limits,
         done: Callable[[], int] = lambda: 0,
+        waited: Waited | None = None,
     ) -> None:
         self._board = Board(client)
         self._process = process
@@ -104,6 +111,9 @@ class Session:
         self._subject = f"{_PREFIX}/{subject}"
         self._limits = limits
         self._done = done
+        self._waited = waited
+        self._last: int | None = None  # who came last to the meeting that ended last
+        self._delays: list[float] = []  # of process 0's messages, by its clock and this process's
         self._started = time.monotonic()
         self._deadline = math.inf if limits.total is None else self._started + limits.total
         self._nonce = uuid.uuid4().hex
@@ -130,7 +140,8 @@ class Session:
 
     def arrive(self, mine: Payload) -> dict[int, Payload]:
         """Waits until all processes have arrived with the same subject; returns what each brought."""
-        return self._watched(functools.partial(self._arrive, {**mine, "host": socket.gethostname()}))
+        with self._waiting():
+            return self._watched(functools.partial(self._arrive, {**mine, "host": socket.gethostname()}))
 
     def meet(self, phase: str, mine: Payload | None = None) -> dict[int, Payload]:
         """Waits until all processes are at this meeting; returns what each brought.
@@ -138,7 +149,8 @@ class Session:
         Every process must hold the same meetings in the same order. `phase` names it in messages.
         """
         self._phase = phase
-        return self._watched(functools.partial(self._meet, dict(mine or {})))
+        with self._waiting():
+            return self._watched(functools.partial(self._meet, dict(mine or {})))
 
     async def together(self, phase: str, work: Awaitable[T]) -> T:
         """Does a piece of work and meets: returns its result if it succeeded on all processes.
@@ -162,6 +174,15 @@ class Session:
             raise errors.restore_failed(failed)
         return result
 
+    @property
+    def phase(self) -> str:
+        """What this process is at."""
+        return self._phase
+
+    def bytes_done(self) -> dict[int, int]:
+        """On process 0, how far each process is as far as it has been heard."""
+        return {process: news.done for process, news in self._heard.copy().items()}
+
     def reporting(self) -> Ticker:
         """Publishes this process's progress as long as a `with` block lasts."""
         return Ticker(self._tick, every=max(1.0, self._processes / 200))
@@ -175,11 +196,32 @@ class Session:
             processes=set(range(self._processes)),
         )
         try:
-            await in_thread(wait, limit=self._limits.stall + _GRACE)
+            with self._waiting("barrier"):
+                await in_thread(wait, limit=self._limits.stall + _GRACE)
         except Exception as error:  # which names two processes at most: a meeting of those who are left names all
             mine = {**errors.to_payload(error), _ONLY_WAITED: True}
             outcomes = await in_thread(self.meet, name, mine)
             raise errors.restore_failed(errors.failures(outcomes, self.hosts, name)) from None
+
+    def hand_in(self, mine: str) -> dict[int, str]:
+        """Leaves word for process 0, which returns what all have left in a few seconds; the others return nothing.
+
+        Not a meeting: nobody waits for process 0, and process 0 does without those who leave no word.
+        """
+        home = f"{self._home}/handed_in"
+
+        def work() -> dict[int, str]:
+            self._board.put(f"{home}/{self._process}", {"text": mine})
+            self._board.count(f"{home}_count")
+            if self._process != _LEADER:
+                return {}
+            deadline, pause = time.monotonic() + _HAND_IN_LIMIT, _PAUSES[0]
+            while self._board.get(f"{home}_count") < self._processes and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(_PAUSES[1], pause * 1.5)
+            return {process: str(word["text"]) for process, word in self._board.read(home).items()}
+
+        return watched(work, lambda: self._board.answered + _HAND_IN_LIMIT)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
@@ -212,7 +254,7 @@ class Session:
     def _arrive(self, mine: Payload) -> dict[int, Payload]:
         home, reply = f"{self._subject}/in", f"{self._subject}/reply/{self._process}"
         self._board.delete(reply)  # to an arrival that was given up
-        self._board.put(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine})
+        self._board.put(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine, _CAME: time.time()})
         self._arriving = True
         try:
             if self._process == _LEADER:
@@ -243,7 +285,7 @@ class Session:
     def _meet(self, mine: Payload) -> dict[int, Payload]:
         self._meetings += 1
         home, out = f"{self._home}/in/{self._meetings}", f"{self._home}/out/{self._meetings}"
-        self._board.put(f"{home}/{self._process}", mine)
+        self._board.put(f"{home}/{self._process}", {**mine, _CAME: time.time()})
         if self._process == _LEADER:
             try:
                 found = self._gather(home)
@@ -252,7 +294,8 @@ class Session:
                 raise
             self._board.delete(home)
             self._board.delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
-            self._publish(out, summary.pack(found))
+            found = {process: _without_stamp(payload) for process, payload in found.items()}
+            self._publish(out, self._stamped(summary.pack(found)))
             return found
         return summary.unpack(self._await(out, f"{self._home}/status", home))
 
@@ -269,10 +312,10 @@ class Session:
             self._board.delete(f"{self._subject}/status")
         self.id = uuid.uuid4().hex
         brought = {process: arrival["payload"] for process, arrival in arrivals.items()}
-        self._publish(f"{self._home}/out/0", summary.pack(brought))
+        self._publish(f"{self._home}/out/0", self._stamped(summary.pack(brought)))
         self._board.delete(home)
         for process, arrival in arrivals.items():
-            self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", {"id": self.id})
+            self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", self._stamped({"id": self.id}))
 
     def _reply_to_all(self, board: Board, reply: Payload) -> None:
         for process, arrival in board.read(f"{self._subject}/in").items():
@@ -288,11 +331,14 @@ class Session:
         clock.note((0, self._advance))
         pause, longest = _PAUSES
         looked = time.monotonic()
+        before: Collection[int] = ()
         while True:
             found = self._found(home)
             missing = self._not_in(found)
             if not missing:
+                self._last = _came_last(found, before)
                 return found
+            before = found.keys()
             failed = errors.failures(found, self.hosts, self._phase) if self.id else {}
             stall = min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall
             if time.monotonic() - looked > self._look_every or clock.expired(stall):
@@ -348,6 +394,8 @@ class Session:
             if found is not None:
                 if "verdict" in found:
                     raise errors.from_verdict(found["verdict"])
+                self._last = found.get("last")
+                self._delays.append(time.time() - found.get("now", time.time()))
                 return found
             report = self._board.get(status)
             self._raise_if_gone()
@@ -361,6 +409,30 @@ class Session:
                 raise self._timeout(self._not_in(self._board.read(home)) or [_LEADER], news)
 
     # Both sides.
+
+    @contextlib.contextmanager
+    def _waiting(self, phase: str = "") -> Iterator[None]:
+        """Tells, if anybody wants to know, how long a meeting takes and who came last."""
+        came, self._last = time.monotonic(), None
+        try:
+            yield
+        finally:
+            if self._waited is not None:
+                self._waited(phase or self._phase, time.monotonic() - came, self._last)
+
+    def _stamped(self, value: Payload) -> Payload:
+        """A message from process 0, with the time by its clock and who came last."""
+        return {**value, "last": self._last, "now": time.time()}
+
+    @property
+    def clock_offset(self) -> float:
+        """How many seconds this process's wall clock is ahead of process 0's, as far as messages can tell.
+
+        A message's stamp is older than its arrival by the time it took, so the quickest one is believed. Clocks that
+        differ by no more than a message may take are taken to agree.
+        """
+        offset = min(self._delays, default=0.0)
+        return 0.0 if 0 <= offset <= _MESSAGE else offset
 
     def _found(self, home: str) -> dict[int, Any]:
         """The contributions that still stand."""
@@ -447,10 +519,12 @@ class Session:
         return self._home if self.id else self._subject
 
 
-def open_session(subject: str, limits: Limits, done: Callable[[], int] = lambda: 0) -> Session:
+def open_session(
+    subject: str, limits: Limits, done: Callable[[], int] = lambda: 0, waited: Waited | None = None
+) -> Session:
     """A session of all processes of this job."""
     client = compat.coordination_client() if jax.process_count() > 1 else compat.LonelyClient()
-    return Session(client, jax.process_index(), jax.process_count(), subject, limits, done)
+    return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
 
 
 def gather(subject: str, mine: Payload, limits: Limits) -> dict[int, Payload]:
@@ -470,6 +544,16 @@ def withdraw_absent(subject: str) -> None:
     """Takes `tell_absent` back, once all have ended the session that it was about."""
     if jax.process_count() > 1:
         Board(compat.coordination_client()).delete(f"{_PREFIX}/{subject}/absent/{jax.process_index()}")
+
+
+def _came_last(found: Mapping[int, Mapping[str, Any]], before: Collection[int]) -> int:
+    """Of those who came since process 0 looked before, the one that came last by its own clock."""
+    new = [process for process in found if process not in before]
+    return max(new, key=lambda process: (found[process].get(_CAME, 0.0), process))
+
+
+def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in payload.items() if key != _CAME}
 
 
 class _Clock:

@@ -21,12 +21,14 @@ class Options:
       strategy: "spread": every replica reads a disjoint share and all receive the rest; "single": one replica reads and
         the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": "spread" where
         several processes hold the same data, else "direct".
-      broadcast_memory_limit_bytes: Bytes per device that one exchange may take; by default a share of what is free,
-        256 MiB at most. All processes use the smallest value that any of them has.
+      broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in their place;
+        by default an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the smallest
+        value that any of them has.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
       stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
       timeout: Seconds in all after which a restore fails on all of them; None for no such limit.
       verify: Compare digests of what was restored across replicas, and with those stored beside the checkpoint.
+      progress: Show on process 0 how far the restore is: a bar in a terminal, otherwise a log line every few seconds.
     """
 
     replica_axis: str | int | Sequence[str | int] | None = None
@@ -38,6 +40,7 @@ class Options:
     stall_timeout: float = 300.0
     timeout: float | None = None
     verify: bool = False
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if self.replica_axis is not None and self.replica_axis_index is not None:

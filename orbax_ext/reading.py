@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,28 +13,71 @@ import numpy as np
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import compat
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.exchange import Block
+from orbax_ext.plan import Leaf
+from orbax_ext.wishes import Wish
 
 OnDevices = Mapping[jax.Device, jax.Array]
 
 
-async def read(
-    handler: type_handlers.ArrayHandler,
-    infos: Sequence[Any],
-    args: Sequence[Any],
-    shardings: Sequence[NamedSharding],
-    blocks: Sequence[Block],
-) -> list[OnDevices]:
-    """Reads this process's shards of the leaves, sharded as told; each leaf as one block per device."""
-    if not infos:
-        return []
-    told = [as_array_args(arg, sharding) for arg, sharding in zip(args, shardings, strict=True)]
-    arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, told)
+@dataclasses.dataclass(frozen=True)
+class Errand:
+    """One thing to read: a leaf or a slice of it, sharded as told, as one block per device."""
+
+    wish: Wish
+    leaf: Leaf  # the wish's, or a slice of it
+    sharding: NamedSharding
+    block: Block
+
+
+async def read(handler: type_handlers.ArrayHandler, errands: Sequence[Errand]) -> list[OnDevices]:
+    """Reads this process's shards of what is asked for."""
+    whole = [errand for errand in errands if errand.leaf.part is None]
+    sliced = [errand for errand in errands if errand.leaf.part is not None]
+    arrays, *views = await asyncio.gather(_read_whole(handler, whole), *(_read_slice(handler, each) for each in sliced))
+    found = {id(errand): array for errand, array in zip([*whole, *sliced], [*arrays, *views], strict=True)}
     return [
-        {shard.device: _as_carried(shard, block) for shard in array.addressable_shards}
-        for array, block in zip(arrays, blocks, strict=True)
+        {shard.device: _as_carried(shard, errand.block) for shard in found[id(errand)].addressable_shards}
+        for errand in errands
     ]
+
+
+async def _read_whole(handler: type_handlers.ArrayHandler, errands: Sequence[Errand]) -> Sequence[jax.Array]:
+    if not errands:
+        return []
+    args = [as_array_args(errand.wish.arg, errand.sharding) for errand in errands]
+    return await type_handlers.ArrayHandler.deserialize(handler, [errand.wish.info for errand in errands], args)
+
+
+async def _read_slice(handler: type_handlers.ArrayHandler, errand: Errand) -> jax.Array:
+    wish, leaf = errand.wish, errand.leaf
+    return await compat.read_view(
+        handler,
+        wish.info,
+        wish.arg,
+        errand.sharding,
+        stored_shape=wish.leaf.shape,
+        transform=_view(wish.leaf, leaf),
+        shape=leaf.shape,
+    )
+
+
+def _view(whole: Leaf, leaf: Leaf) -> dict[str, Any]:
+    """TensorStore's words for a slice: the same rows of every block, one after the other."""
+    part = leaf.part
+    assert part is not None
+    maps: list[dict[str, Any]] = [{"input_dimension": dim} for dim in range(len(leaf.shape))]
+    if whole.shards(part.dim) == 1:
+        maps[part.dim]["offset"] = part.start
+    else:
+        first = np.arange(whole.shards(part.dim)) * whole.block[part.dim] + part.start
+        rows = (first[:, None] + np.arange(part.size)).reshape(
+            [-1 if dim == part.dim else 1 for dim in range(len(maps))]
+        )
+        maps[part.dim] = {"index_array": rows.tolist()}
+    return {"input_inclusive_min": [0] * len(maps), "input_exclusive_max": list(leaf.shape), "output": maps}
 
 
 def as_array_args(arg: Any, sharding: Any) -> type_handlers.ArrayRestoreArgs:

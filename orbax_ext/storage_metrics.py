@@ -12,6 +12,11 @@ def bytes_read() -> int:
     return _total("bytes_read")
 
 
+def requests() -> int:
+    """How often TensorStore has asked for a file or an object, or a part of one, since the process began."""
+    return _total("read")
+
+
 def _total(name: str) -> int:
     metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
     chosen = [m for m in metrics if m["name"].endswith(f"/{name}") and not m["name"].startswith(_OVERLAYS)]

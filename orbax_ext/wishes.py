@@ -41,6 +41,11 @@ class Wishes:
     def leaves(self) -> list[Leaf]:
         return [wish.leaf for wish in self.wishes]
 
+    @property
+    def device_bytes(self) -> int:
+        """What the leaves that can travel take on one device."""
+        return sum(leaf.block_bytes for leaf in self.leaves)
+
 
 async def describe(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Wishes:
     """Looks up what the restore args leave open: in the sharding file, the stored arrays' metadata and key types."""
@@ -86,6 +91,7 @@ def _wish(
         mesh=meshes.setdefault(sharding.mesh, len(meshes)),
         spec=mesh_lib.normalized_spec(sharding.spec, len(shape)),
         chunk=chunk,
+        divisible=chunk is not None and getattr(arg, "strict", True) and block.carried_dtype == dtype,
     )
     return Wish(info, arg, leaf, sharding, block)
 

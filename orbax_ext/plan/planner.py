@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from orbax_ext.options import Options
 from orbax_ext.plan import bundles
 from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.slicing import slices
 from orbax_ext.plan.splitting import part_shape, split
 from orbax_ext.plan.topology import MeshInfo, infer_axes, resolve_axes
 
@@ -37,6 +39,7 @@ class RestorePlan:
     """Who reads what and how it travels."""
 
     strategy: str  # of the leaves that travel: "spread" or "single"
+    items: tuple[Leaf, ...]  # what the indices in bundles refer to: the leaves, then slices of some of them
     groups: tuple[Group, ...]
     direct: Mapping[int, str]  # leaf index: why it is read the ordinary way
 
@@ -46,7 +49,8 @@ def make_plan(
 ) -> RestorePlan:
     """Decides for every leaf how it travels, and makes groups of at most `budget` bytes per device.
 
-    A bundle that is above the budget by itself makes a group of its own.
+    Leaves above the budget are cut into slices. A bundle that is above it all the same, since its chunks can't be cut,
+    makes a group of its own.
     """
     homes = [_Home(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
     direct: dict[int, str] = {}
@@ -62,14 +66,21 @@ def make_plan(
         else:
             together[leaf.mesh, axes].append(index)
     groups: list[Group] = []
+    items = list(leaves)
+    single = options.strategy == "single"
     for (mesh, axes), indices in together.items():
-        if options.strategy == "single":
-            made: Iterable[bundles.Bundle] = [bundles.Sum(i, options.primary_replica_id or 0) for i in indices]
+        sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
+        chosen: list[int] = []
+        for index in indices:
+            cut = slices(leaves[index], index, {} if single else sizes, budget)
+            chosen += range(len(items), len(items) + len(cut)) if cut else [index]
+            items += cut
+        if single:
+            made: Iterable[bundles.Bundle] = [bundles.Sum(i, options.primary_replica_id or 0) for i in chosen]
         else:
-            sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
-            made = _spread({index: leaves[index] for index in indices}, sizes, budget)
-        groups += _groups(mesh, axes, made, leaves, budget)
-    return RestorePlan("single" if options.strategy == "single" else "spread", tuple(groups), direct)
+            made = _spread({index: items[index] for index in chosen}, sizes, budget)
+        groups += _groups(mesh, axes, made, items, budget)
+    return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
 
 
 def digest(value: object) -> str:
@@ -156,30 +167,33 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
             (lonely if leaves[index].block_bytes > _LONELY else small).append(index)
     replicas = math.prod(axes.values())
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
-    made += [bundles.Sum(index, reader) for index, reader in _deal(lonely, sizes, replicas).items()]
-    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, replicas, budget)]
+    load = [0] * replicas  # over all that is dealt out whole; what is cut is the same for all
+    made += [bundles.Sum(index, reader) for index, reader in _deal(lonely, sizes, load).items()]
+    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, load, budget)]
     return made
 
 
-def _deal(indices: Sequence[int], sizes: Mapping[int, int], replicas: int) -> dict[int, int]:
-    """Gives each leaf to the replica that has least so far, the largest leaves first."""
-    load = [0] * replicas
+def _deal(indices: Sequence[int], sizes: Mapping[int, int], load: list[int]) -> dict[int, int]:
+    """Gives each leaf to the replica that has least so far, the largest leaves first; adds to `load`."""
     dealt = {}
+    waiting = [(amount, replica) for replica, amount in enumerate(load)]
+    heapq.heapify(waiting)
     for index in sorted(indices, key=lambda index: (-sizes[index], index)):
-        reader = min(range(replicas), key=lambda replica: (load[replica], replica))
+        amount, reader = waiting[0]
+        heapq.heapreplace(waiting, (amount + sizes[index], reader))
         load[reader] += sizes[index]
         dealt[index] = reader
     return dealt
 
 
 def _packs(
-    indices: Sequence[int], sizes: Mapping[int, int], replicas: int, budget: int
+    indices: Sequence[int], sizes: Mapping[int, int], load: list[int], budget: int
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Deals small leaves out to the replicas, in packs of at most `budget` bytes where the leaves allow."""
     shares = []
     for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, budget // 2)):
-        dealt = _deal(batch, sizes, replicas)
-        shares.append(tuple(tuple(i for i in batch if dealt[i] == replica) for replica in range(replicas)))
+        dealt = _deal(batch, sizes, load)
+        shares.append(tuple(tuple(i for i in batch if dealt[i] == replica) for replica in range(len(load))))
     return shares
 
 

@@ -1,0 +1,117 @@
+"""What the benchmark restores, and on what hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from orbax_ext.lab.network import Links
+
+MIB = 1 << 20
+_ITEMSIZE = 2  # everything is bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A state of equal leaves on a mesh over all devices, and the links of the hosts that hold it."""
+
+    name: str
+    about: str
+    links: Links
+    mesh: tuple[tuple[str, int], ...]  # (axis, size), over all devices of all hosts
+    leaf: tuple[int, ...]
+    spec: tuple[str | None, ...]
+    leaves: int
+    hosts: int = 4
+    devices: int = 2
+    replica_axis: str = "dp"
+    replica_parallel: bool = True  # how it is saved: every replica writes a part of each shard, or one all of it
+    headline: bool = False  # repeated more often than the others
+
+    @property
+    def unique_bytes(self) -> int:
+        return self.leaves * math.prod(self.leaf) * _ITEMSIZE
+
+    @property
+    def replicas(self) -> int:
+        return dict(self.mesh)[self.replica_axis]
+
+    @property
+    def host_bytes(self) -> int:
+        """What each host holds in the end."""
+        on_devices = self.devices * self.hosts * self.unique_bytes
+        shards = math.prod(size for axis, size in self.mesh if axis in self.spec)
+        return on_devices // shards // self.hosts
+
+    def limit(self) -> float:
+        """Seconds that no restore can beat: every byte leaves storage once, and each host receives what it lacks."""
+        reads = [
+            self.unique_bytes / self.hosts / _rate(self.links.storage),
+            self.unique_bytes / _rate(self.links.storage_total),
+        ]
+        held = self.host_bytes / self._copies_on_a_host
+        received = (held - self.unique_bytes / self.hosts) / _rate(self.links.fabric)
+        if not self.links.shared:
+            everyone_reads_all = max(
+                held / _rate(self.links.storage), self.hosts * held / _rate(self.links.storage_total)
+            )
+            return min(max(*reads, received), everyone_reads_all)
+        return held / _rate(self.links.fabric)
+
+    @property
+    def _copies_on_a_host(self) -> int:
+        """Copies of the same bytes on one host's devices: they need not cross a link."""
+        inner = self.devices
+        for axis, size in reversed(self.mesh):
+            if axis in self.spec:
+                inner = max(1, inner // size)
+        return inner
+
+
+LIMIT_FORMULA = (
+    "limit = min(max(unique/hosts/storage, unique/total storage, (held - unique/hosts)/fabric), "
+    "max(held/storage, hosts x held/total storage)); held/link where one link carries both"
+)
+
+
+def _rate(mbit: int) -> float:
+    return mbit * 1e6 / 8 if mbit else math.inf
+
+
+def _dense(name: str, about: str, links: Links, mib: int = 256, **changes: object) -> Scenario:
+    """Leaves of 16 MiB on four hosts with two devices each: dp=4 x tp=2."""
+    base = Scenario(name, about, links, (("dp", 4), ("tp", 2)), (2048, 4096), ("tp", None), mib // 16)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def _growing(hosts: int) -> Scenario:
+    """Two replicas over ever more hosts; every host reads, holds and receives the same."""
+    mesh = (("dp", 2), ("fsdp", hosts))
+    return _dense(
+        f"hosts_{hosts}",
+        f"{hosts} hosts, the same work for each",
+        Links(80, 400),
+        16 * hosts,
+        mesh=mesh,
+        spec=("fsdp", None),
+        hosts=hosts,
+    )
+
+
+def scenarios() -> Iterator[Scenario]:
+    """All of them, the headline first."""
+    usual = Links(320, 1600)
+    yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, headline=True)
+    yield _dense("dense_slow", "the same, on slower links", Links(80, 400), 512, headline=True)
+    yield _dense("fast_storage", "storage faster than fabric", Links(1600, 320))
+    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 128)
+    yield _dense("capped_storage", "storage with a total cap", Links(320, 1600, storage_total=320))
+    yield _dense("small_leaves", "5,000 leaves of 8 KiB", usual, leaf=(64, 64), leaves=5000)
+    yield _dense("huge_leaf", "one leaf of 256 MiB", usual, leaf=(8192, 16384), leaves=1)
+    yield _dense(
+        "fsdp_dp", "FSDP over two hosts, two replicas", usual, mesh=(("dp", 2), ("fsdp", 4)), spec=("fsdp", None)
+    )
+    yield _dense("whole_shards", "saved by one replica: a chunk is a whole shard", usual, replica_parallel=False)
+    for hosts in (2, 4, 8):
+        yield _growing(hosts)

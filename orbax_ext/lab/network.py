@@ -1,0 +1,197 @@
+"""Hosts on one machine: network namespaces with shaped links to storage and to each other. Needs root and iproute2.
+
+Every host has a storage link and a fabric link (or one for both) to private bridges, each limited in both directions.
+Nothing touches the network of the machine itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+_FABRIC = "10.98.0"
+_STORAGE = "10.97.0"
+_STORE = 2  # last number of the storage server's addresses; hosts have _FIRST and up
+_FIRST = 10
+_PORT = 8080
+_START_LIMIT = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Rates in Mbit/s, each way. 0 is unlimited."""
+
+    storage: int
+    fabric: int
+    shared: bool = False  # storage is reached over the fabric link
+    storage_total: int = 0  # what the storage server can send in all
+
+
+class Network:
+    """Namespaces for some hosts and a storage server that serves the files of a directory over HTTP."""
+
+    def __init__(self, hosts: int, links: Links, root: pathlib.Path) -> None:
+        self.hosts = hosts
+        self.links = links
+        self._root = root
+        self._prefix = f"oxe{os.getpid()}"
+        self._state = pathlib.Path(tempfile.mkdtemp(prefix="orbax_ext_net_"))
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def coordinator(self) -> str:
+        """The address of the first host on the fabric."""
+        return f"{_FABRIC}.{_FIRST}"
+
+    @property
+    def url(self) -> str:
+        """Where the hosts find the files."""
+        return f"http://{_FABRIC if self.links.shared else _STORAGE}.{_STORE}:{_PORT}"
+
+    def command_prefix(self, rank: int) -> Sequence[str]:
+        """Words that start a command on a host, with the host's own name: gloo binds to what the name resolves to."""
+        name = self._host(rank)
+        script = 'hostname "$0"; exec "$@"'
+        return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, f"h{rank}")
+
+    def bytes_served(self) -> list[int]:
+        """Bytes that the storage server has sent to each host so far."""
+        served = [0] * self.hosts
+        log = self._state / "access.log"
+        for line in log.read_text().splitlines() if log.exists() else ():
+            address, sent = line.split()
+            served[int(address.rsplit(".", 1)[1]) - _FIRST] += int(sent)
+        return served
+
+    def __enter__(self) -> Self:
+        try:
+            self._up()
+        except BaseException:
+            self._down()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._down()
+
+    def _up(self) -> None:
+        _ip("netns", "add", self._switch)
+        for bridge in ("fabric", "storage"):
+            _ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+            _ip("-n", self._switch, "link", "set", bridge, "up")
+        names = [f"{_FABRIC}.{_FIRST + rank} h{rank}" for rank in range(self.hosts)]
+        for rank in range(self.hosts):
+            self._namespace(self._host(rank), names)
+            self._link(self._host(rank), f"f{rank}", "fabric", f"{_FABRIC}.{_FIRST + rank}", self.links.fabric)
+            if not self.links.shared:
+                self._link(self._host(rank), f"s{rank}", "storage", f"{_STORAGE}.{_FIRST + rank}", self.links.storage)
+        self._namespace(self._store, [])
+        where, subnet = ("fabric", _FABRIC) if self.links.shared else ("storage", _STORAGE)
+        self._link(self._store, "st", where, f"{subnet}.{_STORE}", self.links.storage_total)
+        self._serve()
+
+    def _namespace(self, name: str, names: Sequence[str]) -> None:
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        home = pathlib.Path("/etc/netns") / name
+        home.mkdir(parents=True)
+        (home / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+
+    def _link(self, name: str, device: str, bridge: str, address: str, rate: int) -> None:
+        _ip("link", "add", device, "netns", name, "type", "veth", "peer", "name", f"p{device}", "netns", self._switch)
+        _ip("-n", self._switch, "link", "set", f"p{device}", "master", bridge, "up")
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+        _ip("-n", name, "link", "set", device, "up")
+        for namespace, end in ((name, device), (self._switch, f"p{device}")) if rate else ():
+            shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", "200ms"]
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", end, *shape)
+
+    def _serve(self) -> None:
+        config = self._state / "nginx.conf"
+        config.write_text(
+            f"""
+            pid {self._state}/nginx.pid;
+            error_log {self._state}/error.log;
+            worker_processes 1;
+            user root;
+            events {{ worker_connections 4096; }}
+            http {{
+              log_format bytes '$remote_addr $body_bytes_sent';
+              access_log {self._state}/access.log bytes;
+              sendfile on; tcp_nopush on; keepalive_requests 1000000;
+              server {{ listen {_PORT}; location / {{ root {self._root}; }} }}
+            }}
+            """
+        )
+        command = ["ip", "netns", "exec", self._store, "nginx", "-c", str(config), "-g", "daemon off;"]
+        self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_LIMIT
+        while not (self._state / "nginx.pid").exists():
+            if self._server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"nginx did not start; see its log: {self._errors()}")
+            time.sleep(0.05)
+
+    def _errors(self) -> str:
+        log = self._state / "error.log"
+        return log.read_text()[-2000:] if log.exists() else "(empty)"
+
+    def _down(self) -> None:
+        if self._server is not None:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(5)
+            self._server.kill()
+        for name in (*map(self._host, range(self.hosts)), self._store, self._switch):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+            shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
+        shutil.rmtree(self._state, ignore_errors=True)
+
+    def _host(self, rank: int) -> str:
+        return f"{self._prefix}-h{rank}"
+
+    @property
+    def _store(self) -> str:
+        return f"{self._prefix}-store"
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}-switch"
+
+
+def why_not() -> str:
+    """Why hosts with shaped links can't be had here, or an empty string."""
+    if os.geteuid() != 0:
+        return "it needs root"
+    missing = [command for command in ("ip", "tc", "nginx", "unshare") if shutil.which(command) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed"
+    probe = f"oxe{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+    return made.stderr.strip() if made.returncode else ""
+
+
+def interface_bytes() -> Iterator[tuple[str, int, int]]:
+    """(name, bytes received, bytes sent) of each interface of this process's host."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        fields = counts.split()
+        yield name.strip(), int(fields[0]), int(fields[8])
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

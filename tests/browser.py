@@ -1,0 +1,129 @@
+"""A real Chromium without a window, driven through chromedriver by the WebDriver protocol: no other package needed."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+_START_LIMIT = 60.0
+_CALL_LIMIT = 60.0
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
+
+
+def missing() -> str:
+    """What has to be installed before there is a browser; "" if nothing."""
+    lacking = [] if any(map(shutil.which, _CHROMIUM)) else ["chromium"]
+    return " and ".join([*lacking, *([] if shutil.which("chromedriver") else ["chromedriver"])])
+
+
+class Browser:
+    """One tab."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def open(self, page: pathlib.Path) -> None:
+        self._call("POST", "/url", {"url": page.resolve().as_uri()})
+
+    def run(self, script: str, *args: Any) -> Any:
+        """The value that a JavaScript function body returns."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def resize(self, width: int, height: int) -> None:
+        self._call("POST", "/window/rect", {"width": width, "height": height})
+
+    def point_at(self, x: float, y: float) -> None:
+        """Moves the mouse there, in pixels from the window's corner."""
+        move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"}
+        self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+
+    def press(self, key: str) -> None:
+        pressed = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": pressed}]})
+
+    def prefer(self, scheme: str) -> None:
+        """Light or dark, as the user's settings would have it."""
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": media})
+
+    def screenshot(self, path: pathlib.Path) -> None:
+        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        return _call(method, self._address + path, body)
+
+
+@contextlib.contextmanager
+def running(width: int = 1400, height: int = 900) -> Iterator[Browser]:
+    """A browser of our own with an empty profile; both end with the block."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        # Chromium keeps its sockets and settings under these.
+        env = {**os.environ, "HOME": profile, "XDG_CONFIG_HOME": profile, "XDG_CACHE_HOME": profile}
+        driver = subprocess.Popen(
+            ["chromedriver", f"--port={port}"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        address = f"http://127.0.0.1:{port}"
+        try:
+            _wait_for(address)
+            flags = [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={profile}/profile"]
+            binary = next(filter(None, map(shutil.which, _CHROMIUM)))
+            options = {"goog:chromeOptions": {"args": flags, "binary": binary}}
+            found = _call("POST", f"{address}/session", {"capabilities": {"alwaysMatch": options}})
+            session = f"{address}/session/{found['sessionId']}"
+            try:
+                yield Browser(session)
+            finally:
+                _call("DELETE", session)
+        finally:
+            driver.terminate()
+            driver.wait(10)
+
+
+def _call(method: str, url: str, body: Any = None) -> Any:
+    data = None if method == "GET" else json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_CALL_LIMIT) as answer:
+            return json.loads(answer.read())["value"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{method} {url}: {error.read().decode()[:1000]}") from None
+
+
+def _wait_for(address: str) -> None:
+    deadline = time.monotonic() + _START_LIMIT
+    while True:
+        try:
+            if _call("GET", f"{address}/status")["ready"]:
+                return
+        except (OSError, ValueError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
