@@ -229,8 +229,8 @@ def test_replicas_read_the_same_number_of_bytes(tree: tuple[list[Leaf], MeshInfo
 
 def _could_be_cut(leaf: Leaf, replicas: int, budget: int) -> bool:
     """Whether slices one chunk thick, as many as there are replicas, fit into the budget."""
-    for dim, size in enumerate(leaf.block) if leaf.chunk is not None else ():
-        thick = leaf.chunk[dim]
+    for dim, size in enumerate(leaf.block if leaf.chunk is not None else ()):
+        thick = (leaf.chunk or ())[dim]
         chunks = size // thick
         if size % thick == 0 and chunks % replicas == 0 and leaf.block_bytes // chunks * replicas <= budget:
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
