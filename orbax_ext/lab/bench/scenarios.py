@@ -93,7 +93,7 @@ def _growing(hosts: int) -> Scenario:
         f"hosts_{hosts}",
         f"{hosts} hosts, the same work for each",
         Links(80, 400),
-        16 * hosts,
+        32 * hosts,
         mesh=mesh,
         spec=("fsdp", None),
         hosts=hosts,
