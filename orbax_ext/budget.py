@@ -19,17 +19,21 @@ AHEAD = {
 _GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in place
 
 
-def choose(options: Options, state_bytes: int) -> int:
-    """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices."""
-    return limit(options, state_bytes, min(free_bytes(device) for device in jax.local_devices()))
+def choose(options: Options, state_bytes: int, stack_bytes: int = 0) -> int:
+    """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices.
+
+    `stack_bytes` is what leaves take that only travel together; rather more under way than these one at a time.
+    """
+    free = min(free_bytes(device) for device in jax.local_devices())
+    return limit(options, state_bytes, stack_bytes, free)
 
 
-def limit(options: Options, state_bytes: int, free: int) -> int:
+def limit(options: Options, state_bytes: int, stack_bytes: int, free: int) -> int:
     """The same for devices with so much free memory."""
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
-    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE), int(free * factor)))
+    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE, stack_bytes * _GROUPS), int(free * factor)))
 
 
 def group_bytes(limit: int) -> int:

@@ -67,4 +67,6 @@ def _offered(bundle: Bundle, items: Sequence[Leaf], replicas: int) -> np.ndarray
         return offered
     if isinstance(bundle, Stack):
         return np.full(replicas, sum(items[leaf].block_bytes for leaf in bundle.leaves) // replicas)
+    if bundle.summed:
+        return np.array([sum(items[leaf].block_bytes for leaf in share) for share in bundle.shares], np.int64)
     return np.full(replicas, bundle.words * _WORD)

@@ -99,10 +99,13 @@ class Costs:
                     reads += mine > 0
                     received += shares.summed * size
                     continue
-                piece = bundle.words * _WORD if isinstance(bundle, Pack) else size / shares.replicas
                 read += shares.devices * size / shares.replicas
-                reads += len(bundle.leaves) / shares.replicas if isinstance(bundle, Pack) else 1
-                received += shares.gathered * piece
+                if not isinstance(bundle, Pack):
+                    reads += 1
+                    received += shares.gathered * size / shares.replicas
+                    continue
+                reads += len(bundle.leaves) / shares.replicas
+                received += (shares.summed if bundle.summed else shares.gathered) * bundle.words * _WORD
         return _load(read, received, reads, len(groups))
 
     def direct(self, leaves: Iterable[int]) -> Load:
