@@ -29,13 +29,8 @@ class Axis:
 
     def __str__(self) -> str:
         within = "across processes" if self.across_processes else "within each process"
-        what = (
-            "copies"
-            if self.cut == 0
-            else "shards"
-            if self.cut == 1
-            else f"shards of {self.cut:.0%}, copies of the rest"
-        )
+        part = f"shards of {self.cut:.0%} of the bytes, copies of the rest"
+        what = "copies" if self.cut < 0.005 else "shards" if self.cut > 0.995 else part
         return f"{self.name}={self.size}: {what}, {'across hosts' if self.across_hosts else within}"
 
 

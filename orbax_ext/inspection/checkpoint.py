@@ -108,7 +108,7 @@ class Manager:
 
 def inspect(path: epath.PathLike, step: int | None = None) -> Manager | list[Item]:
     """A `Manager` for a directory of steps; the items for a step, one of a manager's steps, or an item itself."""
-    root = epath.Path(path)
+    root = _absolute(path)
     folder = _look(root)
     if step is not None:
         return _items(_step_folder(folder, step))
@@ -136,7 +136,7 @@ def locate(path: epath.PathLike, step: int | None = None) -> list[epath.Path]:
 
 def _chosen(path: epath.PathLike, step: int | None) -> Folder:
     """The step or item that a path stands for."""
-    folder = _look(epath.Path(path))
+    folder = _look(_absolute(path))
     if step is not None:
         return _step_folder(folder, step)
     if _is_item(folder) or _is_step(folder):
@@ -153,6 +153,12 @@ def _chosen(path: epath.PathLike, step: int | None) -> Folder:
 def step_number(name: str) -> int | None:
     digits = name.partition(_TEMPORARY)[0].rpartition("_")[2]  # "1200", or "step_00001200"
     return int(digits) if digits.isdecimal() else None
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+    """TensorStore takes no others."""
+    text = os.fspath(path)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
 def _look(path: epath.Path) -> Folder:
