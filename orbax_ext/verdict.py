@@ -171,7 +171,8 @@ def line(facts: Facts) -> str:
     """The verdict itself."""
     where = f"{words.count(len(facts.told), 'process')} x {max((t.devices for t in facts.told.values()), default=0)}"
     if facts.error:
-        return f"verdict: FAILED on {where} devices: {' '.join(facts.error.split())}"
+        on = f" on {where} devices" if facts.told else ""
+        return f"verdict: FAILED{on}: {' '.join(facts.error.split())}"
     if not facts.ok:
         return f"verdict: FAILED on {where} devices: not all processes have the same versions"
     took = max(each.seconds for each in facts.told.values())
