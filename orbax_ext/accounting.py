@@ -107,15 +107,10 @@ def unpack(word: str) -> ProcessReport:
 
 def emit(finished: RestoreReport) -> None:
     """JAX's events, under Orbax's names where it has one."""
-    own_part = finished.own
-    record = jax.monitoring.record_event_duration_secs
-    if not finished.error:
-        if own_part.bytes_read:
-            record(
-                "/jax/checkpoint/read/primary_replica_deserialization_duration_secs", own_part.seconds.get("read", 0)
-            )
-        if "exchange" in own_part.seconds:
-            record("/jax/checkpoint/read/broadcast_duration_secs", own_part.seconds["exchange"])
+    own_part, record = finished.own, jax.monitoring.record_event_duration_secs
+    for phase, name in _ORBAX_EVENTS.items():
+        if phase in own_part.seconds and not finished.error and (phase != "read" or own_part.bytes_read):
+            record(f"/jax/checkpoint/read/{name}", own_part.seconds[phase])
     for phase, seconds in own_part.seconds.items():
         record(f"/orbax_ext/restore/{phase}_duration_secs", seconds)
     record("/orbax_ext/restore/duration_secs", own_part.total_seconds)

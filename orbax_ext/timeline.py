@@ -38,7 +38,7 @@ class Blame:
 def lanes(report: RestoreReport) -> Lanes:
     began = min(member.started for member in report.members.values())
     return {
-        process: tuple(_shifted(span, member.started - began) for span in member.spans)
+        process: tuple(_shifted(span, member.started - began) for span in sorted(member.spans, key=_start))
         for process, member in sorted(report.members.items())
     }
 
@@ -126,6 +126,10 @@ def _arrows(found: Lanes) -> Iterator[dict[str, Any]]:
             came = max(span.start, _came(found[last], span, span.end))
             yield {**common, "ph": "s", "pid": last, "ts": _microseconds(came)}
             yield {**common, "ph": "f", "bp": "e", "pid": process, "ts": _microseconds(span.end)}
+
+
+def _start(span: Span) -> float:
+    return span.start
 
 
 def _shifted(span: Span, by: float) -> Span:

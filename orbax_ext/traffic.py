@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_ext.plan import Bundle, Leaf, MeshInfo, RestorePlan, Stack, Sum
+from orbax_ext.plan import Bundle, Leaf, MeshInfo, Pack, RestorePlan, Stack, Sum
 
 _WORD = 4
 
@@ -28,17 +28,19 @@ class Traffic:
 def of_process(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int) -> list[Traffic]:
     """The traffic of one process, in bytes, for each group of a plan."""
     found = []
-    weights: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
+    weights: dict[tuple[int, tuple[str, ...]], list[np.ndarray]] = {}
     for group in plan.groups:
         key = (group.mesh, group.axes)
         if key not in weights:
             weights[key] = _weights(meshes[group.mesh], group.axes, process)
-        offered = sum(_offered(bundle, plan.items, len(weights[key])) for bundle in group.bundles)
-        found.append(Traffic(*(int(total) for total in offered @ weights[key])))
+        own, into, out_of = weights[key]
+        read = sum(_read(bundle, plan.items, len(own)) for bundle in group.bundles)
+        offered = sum(_offered(bundle, plan.items, len(own)) for bundle in group.bundles)
+        found.append(Traffic(int(read @ own), int(offered @ into), int(offered @ out_of)))
     return found
 
 
-def _weights(mesh: MeshInfo, axes: Sequence[str], process: int) -> np.ndarray:
+def _weights(mesh: MeshInfo, axes: Sequence[str], process: int) -> list[np.ndarray]:
     """For each replica, how often a byte on each of its devices is the process's own, comes into it, and leaves it."""
     owners = np.array(mesh.processes).reshape(mesh.axis_sizes)
     replica_axes = [mesh.axis_names.index(axis) for axis in axes]
@@ -47,11 +49,18 @@ def _weights(mesh: MeshInfo, axes: Sequence[str], process: int) -> np.ndarray:
     mine = table == process
     here = mine.sum(axis=0)  # devices of the process among the copies of each piece
     ways = (mine, ~mine * here, mine * (len(table) - here))
-    return np.stack([way.sum(axis=1) for way in ways], axis=1)
+    return [way.sum(axis=1) for way in ways]
+
+
+def _read(bundle: Bundle, items: Sequence[Leaf], replicas: int) -> np.ndarray:
+    """Bytes that each replica reads for a bundle, on each of its devices."""
+    if isinstance(bundle, Pack):
+        return np.array([sum(items[leaf].block_bytes for leaf in share) for share in bundle.shares])
+    return _offered(bundle, items, replicas)
 
 
 def _offered(bundle: Bundle, items: Sequence[Leaf], replicas: int) -> np.ndarray:
-    """Bytes that each replica brings to the exchange, on each of its devices."""
+    """Bytes that each replica brings to the exchange, on each of its devices; padding travels too."""
     if isinstance(bundle, Sum):
         offered = np.zeros(replicas, np.int64)
         offered[bundle.reader] = items[bundle.leaf].block_bytes

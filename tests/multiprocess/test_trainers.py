@@ -23,7 +23,6 @@ def checkpoint(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", call_shapes.SHAPES)
 def test_our_handler_is_a_one_word_replacement_in(cluster: lab.Cluster, checkpoint: str, name: str) -> None:
     found = cluster.run(call_shapes.compare, checkpoint, name)

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m orbax_ext.lab.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="SCENARIO", help="some of the scenarios")
     parser.add_argument("--peers", nargs="+", choices=_WAYS, default=_WAYS, help="some of the ways to restore")
-    parser.add_argument("--repeat", type=int, default=3, help="times that the headline is run; the others once less")
+    parser.add_argument("--repeat", type=int, help="times that each restore is run, instead of the scenario's own")
     parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {_OLDEST!r}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
     args = parser.parse_args(argv)
@@ -40,9 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     found: list[results.Result] = []
     for number, scenario in enumerate(chosen):
         print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
-        new = _run(
-            scenario, peers, args.repeat if scenario.headline else max(1, args.repeat - 1), args.oldest, unshaped
-        )
+        ways = [peer for peer in peers if peer != _OLDEST or scenario.oldest]
+        new = _run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
         found += new
         print(f"\n{results.table(scenario, new)}\n", flush=True)
         (args.out / "results.json").write_text(json.dumps(results.to_json(found, _about(unshaped)), indent=1))
