@@ -48,7 +48,7 @@ def coordination_client() -> Any:
 
 
 def place_in_job() -> tuple[int, int]:
-    """Index of this process and number of all, as far as `jax.distributed` knows, also while it waits for the others."""
+    """Index of this process and number of all as far as `jax.distributed` knows, also while it waits for the others."""
     state = distributed.global_state
     return state.process_id or 0, state.num_processes or 1
 
