@@ -1,4 +1,4 @@
-"""How much may be under way at a time on a device: read ahead, travelling, or arrived but not yet in its place."""
+"""The memory of this process's devices, and how much of it a restore may have under way."""
 
 from __future__ import annotations
 
@@ -7,38 +7,15 @@ import os
 import jax
 
 from orbax_ext.options import Options
+from orbax_ext.plan.memory import AHEAD, group_bytes, limit
 
-_MOST = 256 << 20  # more gains no bandwidth, and delays the first byte's departure
-_LEAST = 64 << 20  # less costs more in meetings than it saves
-_SHARE = 8  # of the state that may be under way
-
-AHEAD = {
-    "spread": 2,
-    "single": 1,
-}  # groups that are read beyond the next; what a reader holds of one is smaller in spread
-_GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in place
+__all__ = ["AHEAD", "choose", "free_bytes", "group_bytes"]
 
 
 def choose(options: Options, state_bytes: int, stack_bytes: int = 0) -> int:
-    """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices.
-
-    `stack_bytes` is what leaves take that only travel together; rather more under way than these one at a time.
-    """
+    """The limit in bytes per device, by what is free on this process's devices; see `plan.memory.limit`."""
     free = min(free_bytes(device) for device in jax.local_devices())
     return limit(options, state_bytes, stack_bytes, free)
-
-
-def limit(options: Options, state_bytes: int, stack_bytes: int, free: int) -> int:
-    """The same for devices with so much free memory."""
-    if options.broadcast_memory_limit_bytes is not None:
-        return options.broadcast_memory_limit_bytes
-    factor = options.broadcast_memory_scaling_factor or 0.75
-    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE, stack_bytes * _GROUPS), int(free * factor)))
-
-
-def group_bytes(limit: int) -> int:
-    """Bytes per device that one group may have, so that all groups under way keep to the limit."""
-    return max(1, limit // _GROUPS)
 
 
 def free_bytes(device: jax.Device) -> int:

@@ -47,6 +47,12 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def place_in_job() -> tuple[int, int]:
+    """Index of this process and number of all as far as `jax.distributed` knows, also while it waits for the others."""
+    state = distributed.global_state
+    return state.process_id or 0, state.num_processes or 1
+
+
 def sharding_from_text(text: str | None) -> Any:
     """The other end of `ShardingMetadata.to_serialized_string`; None for None."""
     return None if text is None else sharding_metadata.from_serialized_string(text)

@@ -29,13 +29,8 @@ class Axis:
 
     def __str__(self) -> str:
         within = "across processes" if self.across_processes else "within each process"
-        what = (
-            "copies"
-            if self.cut == 0
-            else "shards"
-            if self.cut == 1
-            else f"shards of {self.cut:.0%}, copies of the rest"
-        )
+        part = f"shards of {self.cut:.0%} of the bytes, copies of the rest"
+        what = "copies" if self.cut < 0.005 else "shards" if self.cut > 0.995 else part
         return f"{self.name}={self.size}: {what}, {'across hosts' if self.across_hosts else within}"
 
 
@@ -176,7 +171,8 @@ def line(facts: Facts) -> str:
     """The verdict itself."""
     where = f"{words.count(len(facts.told), 'process')} x {max((t.devices for t in facts.told.values()), default=0)}"
     if facts.error:
-        return f"verdict: FAILED on {where} devices: {' '.join(facts.error.split())}"
+        on = f" on {where} devices" if facts.told else ""
+        return f"verdict: FAILED{on}: {' '.join(facts.error.split())}"
     if not facts.ok:
         return f"verdict: FAILED on {where} devices: not all processes have the same versions"
     took = max(each.seconds for each in facts.told.values())

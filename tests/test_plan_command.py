@@ -363,3 +363,19 @@ def test_what_can_not_be_planned_is_told_in_one_line(
     assert out == ""
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_predictions_are_compared_with_what_the_benchmark_measured() -> None:
+    from orbax_ext.lab.bench import predictions, results, scenarios
+
+    dense = next(iter(scenarios.scenarios()))
+    runs = [results.Run(seconds, True, 0, 0, 0, 0.0, 0.0) for seconds in (100.0, 100.0)]
+    failed = [results.Run(0.0, False, 0, 0, 0, 0.0, 0.0, error="no")]
+    found = [results.result(dense, "spread", runs), results.result(dense, "single", failed)]
+    predicted = predictions.predict(dense, "spread")
+    assert dense.limit() < predicted < 2 * dense.limit()
+    assert predictions.table(found).splitlines()[2:] == [
+        f"| dense | spread | {predicted:.2f} | 100.00 | {predicted / 100 - 1:+.0%} |",
+        "",
+        f"Error: {1 - predicted / 100:.0%} in the middle, {1 - predicted / 100:.0%} at worst.",
+    ]

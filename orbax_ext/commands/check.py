@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, get_args
 
 from orbax_ext import cli, verdict
@@ -117,27 +117,28 @@ def _from_outcomes(path: str, outcomes: Sequence[Any]) -> verdict.Facts:
 
 def _in_this_job(request: Any, as_json: bool) -> int:
     """As one process of a job that was started by a launcher, or alone if there is none."""
-    import jax
-
-    ours = _keep_for_the_verdict()
-    watchdog = threading.Timer(request.timeout + _GRACE, _give_up, [request, ours])
-    watchdog.daemon = True
-    watchdog.start()
-    alone = not _join(request.timeout)
     from orbax_ext import rehearsal
 
+    ours = _keep_for_the_verdict()
+    with _watchdog(request.path, as_json, ours, request.timeout, "not all processes of the job came"):
+        alone = not _join(request.timeout)
     if alone:
         with paths.readable(request.path):
             rehearsal.items(request)
-    facts = rehearsal.rehearse(request)
-    if jax.process_index() == 0:
-        with contextlib.redirect_stdout(ours):
-            _print(facts, as_json)
+    with _watchdog(request.path, as_json, ours, request.timeout + _GRACE, "it did not end"):
+        facts = rehearsal.rehearse(request)
+    if _rank() == 0:
+        _print(facts, as_json, ours)
     code = cli.EXIT_OK if facts.ok else cli.EXIT_BAD_VERDICT
-    watchdog.cancel()
     if not alone:
         _leave(code)
     return code
+
+
+def _rank() -> int:
+    from orbax_ext import compat
+
+    return compat.place_in_job()[0]
 
 
 def _keep_for_the_verdict() -> IO[str]:
@@ -153,7 +154,8 @@ def _join(timeout: float) -> bool:
     import jax
 
     try:
-        jax.distributed.initialize(initialization_timeout=max(1, int(min(timeout, 300))))
+        # JAX kills the process when its own limit is over, without a verdict, so it must not be the first.
+        jax.distributed.initialize(initialization_timeout=int(timeout + _GRACE))
     except ValueError as error:
         if "coordinator_address" in str(error):  # JAX found no launcher
             return False
@@ -163,14 +165,24 @@ def _join(timeout: float) -> bool:
     return True
 
 
-def _give_up(request: Any, ours: IO[str]) -> None:
-    """The last resort: something hangs that has no limit of its own."""
-    import jax
+@contextlib.contextmanager
+def _watchdog(path: str, as_json: bool, ours: IO[str], limit: float, what: str) -> Iterator[None]:
+    """The last resort against what hangs and has no limit of its own: a verdict, and the end of this process."""
 
-    if jax.process_index() == 0:
-        facts = verdict.Facts(request.path, {}, error=f"no end within {request.timeout:g} s")
-        print(verdict.line(facts), file=ours, flush=True)
-    os._exit(cli.EXIT_BAD_VERDICT)
+    def give_up() -> None:
+        if _rank() == 0:
+            remedy = "see the logs of the others, and whether they reach process 0's host"
+            facts = verdict.Facts(path, {}, error=f"{what} within {limit:g} s: {remedy}")
+            _print(facts, as_json, ours)
+        os._exit(cli.EXIT_BAD_VERDICT)
+
+    timer = threading.Timer(limit, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _leave(code: int) -> None:
@@ -187,8 +199,8 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _print(facts: verdict.Facts, as_json: bool) -> None:
-    print(json.dumps(verdict.data(facts), indent=2) if as_json else verdict.text(facts), flush=True)
+def _print(facts: verdict.Facts, as_json: bool, file: IO[str] | None = None) -> None:
+    print(json.dumps(verdict.data(facts), indent=2) if as_json else verdict.text(facts), file=file, flush=True)
 
 
 def _say(text: str) -> None:

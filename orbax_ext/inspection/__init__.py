@@ -6,8 +6,9 @@ Works on local disks and, once `orbax_ext.storage.enable_s3` was called, on s3:/
 """
 
 from orbax_ext.inspection.arrays import StoredArray
-from orbax_ext.inspection.checkpoint import Item, Leaf, Manager, State, Step, inspect, items_of, locate
+from orbax_ext.inspection.checkpoint import inspect, items_of, locate
 from orbax_ext.inspection.errors import NotACheckpointError, UnfinishedError
+from orbax_ext.inspection.records import Item, Leaf, Manager, State, Step
 from orbax_ext.inspection.trees import SavedSharding
 
 __all__ = [

@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbax_ext import budget
 from orbax_ext.options import Options, Strategy
-from orbax_ext.plan import cost, planner, volumes
+from orbax_ext.plan import cost, memory, planner, volumes
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import RestorePlan
 from orbax_ext.plan.topology import MeshInfo
@@ -48,8 +47,8 @@ def forecast(
     """What a restore of these leaves would do, with so much memory free on each device."""
     options = Options(strategy=strategy, replica_axis=replica_axis)
     state = sum(leaf.block_bytes for leaf in leaves)
-    limit = budget.limit(options, state, planner.largest_stack(leaves, [mesh]), free)
-    group = budget.group_bytes(limit)
+    limit = memory.limit(options, state, planner.largest_stack(leaves, [mesh]), free)
+    group = memory.group_bytes(limit)
     plan = planner.make_plan(leaves, [mesh], options, processes=processes, budget=group)
     if strategy == "auto":
         plan = cost.with_cheapest(plan, [mesh], processes, rates)

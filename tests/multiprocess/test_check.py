@@ -176,6 +176,14 @@ def test_under_mpirun_a_failure_of_one_process_is_the_one_verdict(saved: str) ->
     assert "Traceback" not in done.stderr
 
 
+@needs_mpirun
+def test_under_mpirun_a_process_that_never_comes_does_not_hold_up_the_verdict(saved: str) -> None:
+    words = [*mpirun(), "-n", "1", *command(), saved, "--timeout", "2", ":", "-n", "1", "sleep", "100"]
+    done = run(words)
+    assert done.returncode == cli.EXIT_BAD_VERDICT, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("verdict: FAILED: not all processes of the job came within 2 s")
+
+
 def command() -> list[str]:
     return [sys.executable, "-m", "orbax_ext.cli", "check"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orbax_ext import lab
+from orbax_ext import lab, rehearsal, verdict
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec
 from tests.s3 import server as s3_server
@@ -42,6 +42,12 @@ def test_saved_by_four_processes_and_restored_by_four_new_ones(job: lab.Cluster,
     found = job.run(restore, saved)
     assert world.all_of([differences for differences, _ in found]) == []
     assert [report["array_bytes"] > 0 for _, report in found] == [True, False, False, False]  # one replica reads
+
+
+def test_check_takes_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    del proxy
+    found = job.run(rehearsal.rehearse, rehearsal.Request(saved))
+    assert [verdict.line(facts).startswith("verdict: OK") for facts in found] == [True] * 4, found[0].error
 
 
 def test_each_piece_of_metadata_is_read_by_one_process(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
