@@ -1,19 +1,21 @@
 # Every target makes the environment it needs, from pinned constraints, under .venv/.
 #   make demo    restore on 4 processes x 8 devices, stock Orbax beside orbax_ext
 #   make test    all tests, on the oldest and on the newest supported Orbax
+#   make test-long      more of the same: other numbers of processes, more combinations
 #   make test-property   many more examples of the property test, new ones each time (EXAMPLES=300)
 #   make test-faults    processes that fail, stop, die or disagree in the middle of a restore; prints a table
 #   make faults-table   the same, and writes the table into BUILD.md
 #   make bench-meetings meetings of up to 1000 clients of the coordination service; writes the table in BUILD.md
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
+#   make bench   restores on hosts with shaped links: plain and stock Orbax beside orbax_ext (BENCH_ARGS='--only dense')
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
 #   make docs    rewrite the parts of the documents that are made from data
 #   make patches-check          every release: download, verify, patch, compile, take back
 #   make fork ORBAX=0.11.33     an installable wheel of that release with the patches, in dist/
 #   make test-fork              the forks of three releases pass what the releases fail
 #   make test-python313         the core tests on Python 3.13 with the newest JAX
-#   make test-matrix            the core tests on every release; writes the table in BUILD.md
+#   make test-matrix            the core tests on every release; writes the table in BUILD.md (MATRIX_ARGS="--minutes 10")
 
 PYTHON ?= python3
 OLDEST := .venv/oldest
@@ -25,8 +27,8 @@ PYTHON313 ?= $(call find_python,3.13)
 
 EXAMPLES ?= 300
 
-.PHONY: bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
-.PHONY: test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
+.PHONY: bench bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
+.PHONY: test-long test-long-oldest test-long-newest test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
 .PHONY: test-faults test-faults-oldest test-faults-newest faults-table bench-meetings
 
 demo: $(NEWEST)/.ready
@@ -39,6 +41,11 @@ test-oldest: OTHER := $(NEWEST)
 test-newest: OTHER := $(OLDEST)
 test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
 	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PYTEST_ARGS)
+
+test-long: test-long-oldest test-long-newest
+
+test-long-oldest test-long-newest: test-long-%: .venv/%/.ready
+	.venv/$*/bin/python -m pytest -m long $(PYTEST_ARGS)
 
 test-property: test-property-oldest test-property-newest
 
@@ -66,6 +73,10 @@ fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check --fix .
 	$(NEWEST)/bin/ruff format .
 
+bench: $(NEWEST)/.ready $(OLDEST)/.ready
+	$(NEWEST)/bin/python -m pip install --quiet -c .ci/constraints/newest.txt -e '.[bench]'
+	$(NEWEST)/bin/python -m orbax_ext.lab.bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out .ci/bench $(BENCH_ARGS)
+
 bench-placement: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement
 
@@ -91,7 +102,7 @@ test-python313: .venv/python313/.ready
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
 test-matrix: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313)
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313) $(MATRIX_ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

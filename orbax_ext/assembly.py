@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ class Assembler:
     to copy it, which changes NaNs.
     """
 
-    def __init__(self, block: Block, part: Block, dim: int, devices: list[jax.Device]) -> None:
+    def __init__(self, block: Block, part: Block, dim: int, devices: tuple[jax.Device, ...]) -> None:
         self._mesh = Mesh(np.array(devices), ("device",))
         self._sharding = NamedSharding(self._mesh, _EACH)
 
@@ -81,3 +82,9 @@ class Assembler:
 
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self._mesh.size * shape[0], *shape[1:])
+
+
+@functools.lru_cache(maxsize=64)
+def assembler(block: Block, part: Block, dim: int, devices: tuple[jax.Device, ...]) -> Assembler:
+    """An assembler, the same one for every leaf and restore: its programs are compiled once."""
+    return Assembler(block, part, dim, devices)

@@ -21,10 +21,14 @@ _GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in pl
 
 def choose(options: Options, state_bytes: int) -> int:
     """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices."""
+    return limit(options, state_bytes, min(free_bytes(device) for device in jax.local_devices()))
+
+
+def limit(options: Options, state_bytes: int, free: int) -> int:
+    """The same for devices with so much free memory."""
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
-    free = min(_free_bytes(device) for device in jax.local_devices())
     return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE), int(free * factor)))
 
 
@@ -33,7 +37,7 @@ def group_bytes(limit: int) -> int:
     return max(1, limit // _GROUPS)
 
 
-def _free_bytes(device: jax.Device) -> int:
+def free_bytes(device: jax.Device) -> int:
     """Free memory of a device; where the backend does not tell, its share of the host's."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -1,25 +1,28 @@
 """The command line, `orbax-ext`.
 
 Exit codes: 0 all is well; 1 the command ran and its verdict is bad; 2 the command could not run (bad arguments,
-missing files); 130 interrupted.
+missing files); 130 interrupted; 141 whoever read the output has gone, as `head` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from orbax_ext import version
 
 # Modules of orbax_ext.commands, in the order that --help shows.
-COMMANDS = ("demo", "doctor", "patch", "report", "verify")
+COMMANDS = ("check", "demo", "doctor", "inspect", "patch", "plan", "report", "verify")
 
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 class UserError(Exception):
@@ -27,7 +30,33 @@ class UserError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    name = "orbax-ext"
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            name = f"orbax-ext {args.command}"
+            code: int = args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is noticed
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_CANNOT_RUN
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `orbax-ext ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CANNOT_RUN, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
         prog="orbax-ext",
         description="Restore of large JAX jobs: tools around orbax_ext.",
         epilog="Stored shapes have one leading axis more than yours, or one less? That is pmap's axis of devices: "
@@ -35,21 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"orbax-ext {version.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        importlib.import_module(f"orbax_ext.commands.{name}").add_parser(commands)
-    args = parser.parse_args(argv)
-    try:
-        code: int = args.run(args)
-    except UserError as error:
-        print(f"orbax-ext {args.command}: {error}", file=sys.stderr)
-        return EXIT_CANNOT_RUN
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `orbax-ext ... | head`
-        sys.stderr.close()
-        return EXIT_OK
-    return code
+    for command in COMMANDS:
+        importlib.import_module(f"orbax_ext.commands.{command}").add_parser(commands)
+    return parser
 
 
 if __name__ == "__main__":

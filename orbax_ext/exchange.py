@@ -12,7 +12,9 @@ one are zero are exact.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ from jax.sharding import PartitionSpec as P
 from orbax_ext import mesh as mesh_lib
 
 _EVERYWHERE = P(("replica", "rest"))
+_MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
+_PROBE = 4 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,12 @@ class PackOp:
 Op = SumOp | GatherOp | PackOp
 
 
+@functools.lru_cache(maxsize=8)
+def exchange_among(replicas: tuple[tuple[jax.Device, ...], ...]) -> Exchange:
+    """The exchange among replicas, the same one for every restore: its programs are compiled once."""
+    return Exchange(np.array(replicas))
+
+
 class Exchange:
     """The programs of one mesh and set of replica axes. Compile and connect first; `run` then only moves data."""
 
@@ -137,6 +147,8 @@ class Exchange:
         """Compiles the program for these operations, unless it is there already."""
         if ops in self._programs:
             return
+        while len(self._programs) >= _MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
         results = [block for op in ops for block in op.outputs(len(self._mesh.devices))]
 
         def program(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -167,6 +179,27 @@ class Exchange:
         self.compile(ops)
         (answer,) = self.run(ops, [self._nothing(ops[0].operand)])
         jax.block_until_ready(list(answer.values()))
+
+    def measure(self) -> float:
+        """Bytes per second that this process receives while all receive a little, about `_PROBE` bytes."""
+        here = len(self._mesh.local_devices)
+        words = max(1, _PROBE // 4 // here // len(self._mesh.devices))
+        ops = (PackOp(words),)
+        self.compile(ops)
+        for _ in range(2):  # the first one warms up
+            nothing = self._nothing(ops[0].operand)
+            started = time.monotonic()
+            (answer,) = self.run(ops, [nothing])
+            jax.block_until_ready(list(answer.values()))
+        rows = [[device.process_index for device in row] for row in self._mesh.devices]
+        mine = jax.process_index()
+        foreign = sum(
+            sum(rows[row][column] != mine for row in range(len(rows)))
+            for column in range(len(rows[0]))
+            for other in range(len(rows))
+            if rows[other][column] == mine
+        )
+        return 4 * words * foreign / (time.monotonic() - started)
 
     def run(
         self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]

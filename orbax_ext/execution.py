@@ -14,8 +14,8 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
 from orbax_ext import packing, reading, wishes
-from orbax_ext.assembly import Assembler
-from orbax_ext.exchange import Block, Exchange, GatherOp, Op, PackOp, SumOp
+from orbax_ext.assembly import Assembler, assembler
+from orbax_ext.exchange import Block, Exchange, GatherOp, Op, PackOp, SumOp, exchange_among
 from orbax_ext.plan import Bundle, Group, RestorePlan, Stack, Sum
 from orbax_ext.plan.splitting import part_shape
 from orbax_ext.reading import OnDevices
@@ -30,12 +30,10 @@ class Execution:
         self._handler = handler
         self._request = request
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
-        self._zeros: dict[tuple[Any, ...], reading.Zeros] = {}
-        self._assemblers: dict[tuple[Any, ...], Assembler] = {}
         self._assembled: dict[int, tuple[jax.Array, ...]] = {}  # leaves of which not all slices have arrived
         self._missing = Counter(leaf.part.leaf for leaf in plan.items if leaf.part is not None)
 
-    async def compile(self) -> None:
+    def compile(self) -> None:
         for group in self.plan.groups:
             self._exchange(group).compile(self._ops(group))
             for bundle in group.bundles:
@@ -46,9 +44,13 @@ class Execution:
                     if self.plan.items[item].part is not None:
                         self._assembler(group, item)
 
-    async def connect(self, limit: float) -> None:
+    async def connect(self, limit: float, *, measure: bool) -> float:
+        """Opens the communicators; returns the bytes per second that this process receives by the first, if asked."""
         for exchange in self._exchanges.values():
             await in_thread(exchange.connect, limit=limit)
+        if not measure or not self.plan.groups:
+            return 0.0
+        return await in_thread(self._exchange(self.plan.groups[0]).measure, limit=limit)
 
     async def read(self, group: Group) -> list[OnDevices]:
         """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
@@ -143,14 +145,14 @@ class Execution:
             if part is None:
                 found[item] = self._hand_over(item, there)
                 continue
-            assembler = self._assembler(group, item)
+            into = self._assembler(group, item)
             whole = self._assembled.pop(part.leaf, None)
-            whole = assembler.place(assembler.begin() if whole is None else whole, part, there)
+            whole = into.place(into.begin() if whole is None else whole, part, there)
             self._missing[part.leaf] -= 1
             if self._missing[part.leaf]:
                 self._assembled[part.leaf] = whole
             else:
-                found[part.leaf] = self._hand_over(part.leaf, assembler.finish(whole))
+                found[part.leaf] = self._hand_over(part.leaf, into.finish(whole))
         return found
 
     # Looked up or made once.
@@ -167,7 +169,8 @@ class Execution:
     def _exchange(self, group: Group) -> Exchange:
         key = (group.mesh, group.axes)
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(mesh_lib.by_replica(self._mesh(group), group.axes))
+            replicas = mesh_lib.by_replica(self._mesh(group), group.axes)
+            self._exchanges[key] = exchange_among(tuple(map(tuple, replicas)))
         return self._exchanges[key]
 
     def _wish(self, item: int) -> wishes.Wish:
@@ -182,12 +185,8 @@ class Execution:
     def _assembler(self, group: Group, item: int) -> Assembler:
         leaf = self.plan.items[item]
         assert leaf.part is not None
-        whole, part, dim = self._block(leaf.part.leaf), self._block(item), leaf.part.dim
-        key = (group.mesh, whole, part, dim)
-        if key not in self._assemblers:
-            here = [device for device in self._mesh(group).devices.flat if _is_local(device)]
-            self._assemblers[key] = Assembler(whole, part, dim, here)
-        return self._assemblers[key]
+        here = tuple(device for device in self._mesh(group).devices.flat if _is_local(device))
+        return assembler(self._block(leaf.part.leaf), self._block(item), leaf.part.dim, here)
 
     def _infos_and_args(self, leaves: Iterable[int]) -> tuple[list[Any], list[Any]]:
         chosen = [self._request.wishes[leaf] for leaf in leaves]
@@ -203,11 +202,7 @@ class Execution:
 
     def _zeros_of(self, group: Group, bundle: Sum, replica: int) -> reading.Zeros:
         shape, block = self.plan.items[bundle.leaf].shape, self._block(bundle.leaf)
-        sharding = self._replica_sharding(group, bundle.leaf, replica)
-        key = (block, shape, sharding)
-        if key not in self._zeros:
-            self._zeros[key] = reading.Zeros(block, shape, sharding)
-        return self._zeros[key]
+        return reading.zeros(block, shape, self._replica_sharding(group, bundle.leaf, replica))
 
     def _replicas_here(self, group: Group) -> list[int]:
         table = mesh_lib.by_replica(self._mesh(group), group.axes)

@@ -30,10 +30,10 @@ from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.execution import Execution
 from orbax_ext.options import Options
-from orbax_ext.pipeline import ReadAhead, both
+from orbax_ext.pipeline import Pipeline
 from orbax_ext.plan import RestorePlan, make_plan
+from orbax_ext.plan.cost import Rates, with_cheapest
 from orbax_ext.plan.planner import digest
-from orbax_ext.reading import OnDevices
 from orbax_ext.recording import Recorder
 from orbax_ext.waiting import Turn, in_thread
 
@@ -56,6 +56,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         *,
         replica_axis: str | int | Sequence[str | int] | None = None,
         strategy: Any = "auto",
+        storage_gbps: float | None = None,
+        fabric_gbps: float | None = None,
         stall_timeout: float = 300.0,
         timeout: float | None = None,
         verify: bool = False,
@@ -67,6 +69,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             replica_axis_index=replica_axis_index,
             primary_replica_id=primary_replica_id,
             strategy=strategy,
+            storage_gbps=storage_gbps,
+            fabric_gbps=fabric_gbps,
             broadcast_memory_limit_bytes=broadcast_memory_limit_bytes,
             broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
             stall_timeout=stall_timeout,
@@ -124,11 +128,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             plan = self._plan(request, agreed_budget)
             recorder.planned(request, plan)
             restore = Execution(self, request, plan)
-            # 4. Compile and connect while all are together, so that a late reader harms nobody.
-            await session.together("compile", recorder.timed("compile", restore.compile()))
-            await session.together("connect", recorder.timed("connect", restore.connect(self.options.stall_timeout)))
-            # 5.-7. Read a group while the one before it travels.
-            arrays = await self._read_and_exchange(session, restore, recorder)
+            # 4.-7. Compile and connect; then read groups while those before them travel.
+            found = await Pipeline(session, request, restore, recorder, self.options).run()
+            arrays = [found[index] for index in range(len(found))]
             if self.options.verify:
                 with recorder.span("verify"):
                     await verification.verify(session, request, arrays)
@@ -154,43 +156,16 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         agreement.check(wanted_by_all, session.hosts, details)
         return min(int(payload["budget"]) for payload in arrivals.values())
 
-    async def _read_and_exchange(
-        self, session: meeting.Session, restore: Execution, recorder: Recorder
-    ) -> list[jax.Array]:
-        arrays: dict[int, jax.Array] = {}
-        under_way: asyncio.Future[dict[int, jax.Array]] | None = None
-
-        async def finish() -> None:
-            if under_way is not None:
-                arrays.update(await under_way)
-
-        groups = restore.plan.groups
-
-        async def read(number: int) -> list[OnDevices]:
-            with recorder.span("read", group=number):
-                return await restore.read(groups[number])
-
-        ahead = ReadAhead(read, range(len(groups)), budget_lib.AHEAD[restore.plan.strategy])
-        with ahead.until_done():
-            for number, group in enumerate(groups):
-                phase = f"read group {number + 1} of {len(groups)}"
-                # 6. Meet again before each exchange: one process's read error is raised by all.
-                contributions, _ = await session.together(phase, both(ahead.take(number), finish()))
-                if number == 0:  # after the others all come from the meeting at once
-                    await session.barrier("single_replica_pre_broadcast")
-                exchanging = restore.start_exchange(group, contributions, self.options.stall_timeout)
-                under_way = recorder.follow("exchange", exchanging, group=number)
-            reading_direct = recorder.timed("read", restore.read_direct())
-            direct, _ = await session.together("hand over", both(reading_direct, finish()))
-        arrays.update(direct)
-        return [arrays[index] for index in range(len(arrays))]
-
     def _limits(self) -> meeting.Limits:
         return meeting.Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
         group = budget_lib.group_bytes(budget)
-        return make_plan(request.leaves, request.mesh_infos, self.options, processes=jax.process_count(), budget=group)
+        processes = jax.process_count()
+        plan = make_plan(request.leaves, request.mesh_infos, self.options, processes=processes, budget=group)
+        if self.options.strategy != "auto":
+            return plan
+        return with_cheapest(plan, request.mesh_infos, processes, Rates.given(self.options))
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """Upstream's helper with the mesh's axis types kept: the part of a sharding in this process's replica."""

@@ -19,8 +19,10 @@ class Options:
       replica_axis_index: Orbax's spelling of the same, as an index.
       primary_replica_id: Which replica reads if one does, counted along the replica axis.
       strategy: "spread": every replica reads a disjoint share and all receive the rest; "single": one replica reads and
-        the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": "spread" where
-        several processes hold the same data, else "direct".
+        the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": the faster of
+        "spread" and "direct", by the bandwidths below or by those that it finds as it begins.
+      storage_gbps: Gbit/s that one process reads from storage while all do. None: it is measured.
+      fabric_gbps: Gbit/s that one process receives from others while all do. None: it is measured.
       broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in their place;
         by default an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the smallest
         value that any of them has.
@@ -35,6 +37,8 @@ class Options:
     replica_axis_index: int | None = None
     primary_replica_id: int | None = 0
     strategy: Strategy = "auto"
+    storage_gbps: float | None = None
+    fabric_gbps: float | None = None
     broadcast_memory_limit_bytes: int | None = None
     broadcast_memory_scaling_factor: float | None = 0.75
     stall_timeout: float = 300.0
@@ -58,6 +62,12 @@ class Options:
         factor = self.broadcast_memory_scaling_factor
         if factor is not None and not 0 < factor <= 1:
             raise ValueError(f"broadcast_memory_scaling_factor must be above 0 and at most 1; found {factor}.")
+        for name in ("storage_gbps", "fabric_gbps"):
+            rate = getattr(self, name)
+            if rate is not None and rate <= 0:
+                raise ValueError(f"{name} must be a positive number of Gbit/s; found {rate}.")
+        if (self.storage_gbps is None) != (self.fabric_gbps is None):
+            raise ValueError("Give both storage_gbps and fabric_gbps, or neither to have both measured.")
         if self.stall_timeout <= 0:
             raise ValueError(f"stall_timeout must be a positive number of seconds; found {self.stall_timeout}.")
         if self.timeout is not None and self.timeout <= 0:
@@ -80,6 +90,7 @@ class Options:
             "replica axes": self.axes,
             "primary_replica_id": self.primary_replica_id,
             "strategy": self.strategy,
+            "bandwidths": (self.storage_gbps, self.fabric_gbps),
             "verify": self.verify,
         }
 

@@ -161,9 +161,8 @@ class RestoreReport:
 def strategies(plan: RestorePlan) -> dict[str, str]:
     """How each leaf is restored, by name, and why."""
     found = {plan.items[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
-    for group in plan.groups:
-        for bundle in group.bundles:
-            found.update({plan.items[index].name: plan.strategy for index in bundle.leaves})
+    how = f"{plan.strategy}: {plan.because}" if plan.because else plan.strategy
+    found.update({plan.items[index].name: how for group in plan.groups for index in group.leaves})
     return found
 
 

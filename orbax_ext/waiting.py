@@ -18,7 +18,7 @@ from absl import logging
 
 T = TypeVar("T")
 
-_LOOK_EVERY = 0.5
+_SHORT, _LONG = 0.5, 60.0
 
 
 class StopTicking(Exception):  # noqa: N818, like StopIteration
@@ -70,7 +70,7 @@ def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
     _start(call, "watched call")
     while True:
         try:
-            good, value = answer.get(timeout=_LOOK_EVERY)
+            good, value = answer.get(timeout=min(max(_SHORT, deadline() - time.monotonic()), _LONG))
         except queue.Empty:
             if time.monotonic() > deadline():
                 raise GivenUpError from None
@@ -96,7 +96,7 @@ class Ticker:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(_LOOK_EVERY)  # so that nothing is published afterwards, unless the service is stuck
+        self._thread.join(_SHORT)  # so that nothing is published afterwards, unless the service is stuck
 
     def _tick(self) -> None:
         while not self._stop.wait(self._every):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -7,6 +8,10 @@ import pytest
 
 from tests.s3 import proxy as s3_proxy
 from tests.s3 import server as s3_server
+
+# The programs of tests run once: to optimise them would take most of a test's time.
+_FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,6 @@ from orbax_ext.storage.settings import Settings
 from tests.s3 import server as s3_server
 from tests.s3.proxy import Fault, FaultProxy
 
-pytestmark = pytest.mark.core
-
 STATE = {"weights": np.arange(4096, dtype=np.int32), "bias": np.ones((3,), np.float32), "step": 7}
 
 
@@ -127,6 +125,7 @@ def hooked() -> list[object]:
     return [owner.__dict__[name] for owner, name in places]
 
 
+@pytest.mark.core
 def test_enabling_twice_is_once_and_disabling_undoes_it_exactly() -> None:
     before = hooked()
     storage.enable_s3("http://127.0.0.1:1")

@@ -1,9 +1,10 @@
 """Runs the core multi-process tests on every supported Orbax release with several JAX, and writes BUILD.md's table.
 
-    python -m tools.matrix [--only 0.12.8 ...] [--python 3.13=/path/to/python3.13] [--table]
+    python -m tools.matrix [--only 0.12.8 ...] [--python 3.13=/path/to/python3.13] [--minutes 10] [--table]
 
-Environments are made one at a time under build/ and deleted again. Results are kept in build/matrix.json, so a run
-that was interrupted goes on where it stopped; a result counts only for the sources that it was made with.
+An environment for each Python and JAX is made under build/, in which only Orbax changes; the next one replaces it.
+Results are kept in build/matrix.json, so a run that was interrupted goes on where it stopped; a result counts only for
+the sources that it was made with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 import shutil
 import subprocess
@@ -24,6 +26,7 @@ from xml.etree import ElementTree
 from tools import docs, releases
 
 RESULTS = releases.ROOT / "build" / "matrix.json"
+ENVIRONMENTS = releases.ROOT / "build" / "matrix-env"
 BUILD = releases.ROOT / "BUILD.md"
 _LIMIT = 3600.0  # seconds for one run of the tests
 _VERIFY = """if True:
@@ -71,12 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="RELEASE", default=releases.RELEASES, choices=releases.RELEASES)
     parser.add_argument("--python", action="append", default=[], metavar="X.Y=PATH", help="an interpreter to use")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other combination after this time")
     parser.add_argument("--table", action="store_true", help="run nothing, only write the table again")
     args = parser.parse_args(argv)
     pythons = {name: f"python{name}" for name in _NEWEST_JAX} | dict(given.split("=", 1) for given in args.python)
     digest = sources()
     if not args.table:
-        run_all([cell for cell in cells() if cell.orbax in args.only], pythons, digest)
+        run_all([cell for cell in cells() if cell.orbax in args.only], pythons, digest, args.minutes)
     results = load(digest)
     docs.update(BUILD, "matrix", table(results))
     bad = [cell.key for cell in cells() if not passed(results.get(cell.key))]
@@ -85,22 +89,25 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def run_all(wanted: Iterable[Cell], pythons: dict[str, str], digest: str) -> None:
-    home = releases.ROOT / "build" / "matrix-env"
-    made: tuple[str, str] | None = None
-    try:
-        for cell in wanted:
-            if passed(load(digest).get(cell.key)):
-                print(f"{cell.key}: passed before", flush=True)
-                continue
-            if made != (cell.python, cell.jax):
-                run(pythons[cell.python], "-m", "venv", "--clear", str(home))
-                made = (cell.python, cell.jax)
-            result = test(cell, home)
-            save(digest, cell, result)
-            print(f"{cell.key}: {describe(result)}", flush=True)
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+def run_all(wanted: Iterable[Cell], pythons: dict[str, str], digest: str, minutes: float) -> None:
+    started = time.monotonic()
+    for cell in wanted:
+        if passed(load(digest).get(cell.key)):
+            continue
+        if time.monotonic() - started > minutes * 60:
+            return
+        result = test(cell, environment(cell, pythons[cell.python]))
+        save(digest, cell, result)
+        print(f"{cell.key}: {describe(result)}, {result['seconds']} s", flush=True)
+
+
+def environment(cell: Cell, python: str) -> pathlib.Path:
+    """A directory for an environment with this Python and JAX: the one that is there, or a new one in its place."""
+    home = ENVIRONMENTS / f"{cell.python}-{cell.jax}"
+    if not home.exists():
+        shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
+        run(python, "-m", "venv", str(home))
+    return home
 
 
 def test(cell: Cell, home: pathlib.Path) -> dict[str, Any]:
@@ -112,9 +119,13 @@ def test(cell: Cell, home: pathlib.Path) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     constraints = home / "constraints.txt"
     constraints.write_text("\n".join(pins(cell)) + "\n")
-    packages = ["-e", ".[test]", *_UNDECLARED.get(cell.orbax, ())]
+    whole = home / "whole"
+    packages = [f"orbax-checkpoint=={cell.orbax}", *_UNDECLARED.get(cell.orbax, ())]
     try:
+        if not whole.exists():
+            packages += ["-e", ".[test,s3]"]
         run(python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
+        whole.touch()
         run(python, "-c", _VERIFY, cell.orbax, cell.jax, cell.python)
         with log.open("w") as output:
             command = [python, "-m", "pytest", *_TESTS, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -165,8 +176,8 @@ def table(results: dict[str, Any]) -> str:
 def sources() -> str:
     """A digest of all that the tests run, so that no result outlives a change."""
     digest = hashlib.sha256()
-    for folder in ("orbax_ext", "tests/multiprocess"):
-        for path in sorted((releases.ROOT / folder).rglob("*.py")):
+    for pattern in ("orbax_ext/**/*.py", "tests/conftest.py", "tests/multiprocess/**/*.py"):
+        for path in sorted(releases.ROOT.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

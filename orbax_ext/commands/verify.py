@@ -10,7 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from orbax_ext import cli, stored_digests
+from orbax_ext import cli, inspection, storage, stored_digests
+from orbax_ext.commands import paths
 
 _EPILOG = """examples:
   orbax-ext verify --write /ckpt/run7       stores digests of the newest step, once it is known to be good
@@ -29,7 +30,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a CheckpointManager's directory, a step, or an item in it")
+    parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
     parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
     parser.add_argument("--write", action="store_true", help="write the digests instead of comparing with them")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -37,8 +38,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    items = _items(epath.Path(args.checkpoint), args.step)
-    results = [_write(item) if args.write else _compare(item) for item in items]
+    with paths.readable(args.checkpoint):
+        items = inspection.locate(args.checkpoint, args.step)
+        results = [_write(item) if args.write else _compare(item) for item in items]
     if args.json:
         print(json.dumps(results, indent=2))
     else:
@@ -46,40 +48,18 @@ def run(args: argparse.Namespace) -> int:
     return cli.EXIT_BAD_VERDICT if any(result["bad"] for result in results) else cli.EXIT_OK
 
 
-def _items(path: epath.Path, step: int | None) -> list[epath.Path]:
-    """The directories of arrays that a path stands for."""
-    if not path.is_dir():
-        raise cli.UserError(f"{path} is not a directory")
-    if step is not None:
-        found = [child for child in _steps(path) if _step_number(child) == step]
-        if not found:
-            raise cli.UserError(
-                f"{path} has no step {step}; it has {', '.join(c.name for c in _steps(path)) or 'none'}"
-            )
-        return _items(found[0], None)
-    if (path / "_METADATA").exists():
-        return [path]
-    if steps := _steps(path):
-        return _items(max(steps, key=lambda child: _step_number(child) or 0), None)
-    if items := sorted(child for child in path.iterdir() if (child / "_METADATA").exists()):
-        return items
-    raise cli.UserError(f"{path} is no Orbax checkpoint: neither it nor a directory in it has a _METADATA file")
-
-
-def _steps(path: epath.Path) -> list[epath.Path]:
-    return [child for child in path.iterdir() if _step_number(child) is not None and child.is_dir()]
-
-
-def _step_number(path: epath.Path) -> int | None:
-    digits = path.name.rpartition("_")[2]  # "1200", or "step_00001200"
-    return int(digits) if digits.isdecimal() else None
-
-
 def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    for number, (name, found) in enumerate(stored_digests.compute(item), 1):
-        if sys.stderr.isatty():
-            print(f"\r{number} arrays read", end="", file=sys.stderr, flush=True)
-        yield name, found
+    shown = sys.stderr.isatty()
+    try:
+        for number, (name, found) in enumerate(stored_digests.compute(item), 1):
+            if shown:
+                print(f"\r{number} arrays read", end="", file=sys.stderr, flush=True)
+            yield name, found
+    except ValueError as error:  # TensorStore's word for a list of arrays that is damaged
+        yield "the list of arrays", str(storage.explain(error, str(item)))
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _write(item: epath.Path) -> dict[str, Any]:

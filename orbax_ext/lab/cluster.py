@@ -96,7 +96,11 @@ class Cluster:
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -221,13 +225,25 @@ class Run:
         self._cluster = cluster
         self._workers = tuple(workers)
 
-    def outcomes(self, timeout: float | None = None) -> list[Outcome]:
-        """Waits for every process. If one dies or runs out of time, the cluster is stopped after this."""
+    def outcomes(self, timeout: float | None = None, grace: float | None = None) -> list[Outcome]:
+        """Waits for every process. If one dies or runs out of time, the cluster is stopped after this.
+
+        With `grace`, the others get only that many seconds more once one has failed.
+        """
         deadline = time.monotonic() + (self._cluster.timeout if timeout is None else timeout)
-        found = [worker.wait(deadline) for worker in self._workers]
-        if any(outcome.state in ("died", "timed out") for outcome in found):
+        found: dict[int, Outcome] = {}
+        waiting = {worker.channel: worker for worker in self._workers}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            # Those that are not ready when the time is over have timed out.
+            for worker in [waiting.pop(channel) for channel in ready or list(waiting)]:  # type: ignore[call-overload]
+                outcome = found[worker.rank] = worker.wait(deadline)
+                if grace is not None and not outcome.ok:
+                    deadline = min(deadline, time.monotonic() + grace)
+        outcomes = [found[rank] for rank in sorted(found)]
+        if any(outcome.state in ("died", "timed out") for outcome in outcomes):
             self._cluster.stop()
-        return found
+        return outcomes
 
 
 class _Worker:
@@ -237,7 +253,7 @@ class _Worker:
         self.rank = rank
         self.process = process
         self.idle = False
-        self._channel = channel
+        self.channel = channel
 
     @property
     def alive(self) -> bool:
@@ -246,14 +262,14 @@ class _Worker:
     def send(self, message: object) -> None:
         self.idle = False
         with contextlib.suppress(OSError):  # a dead process is reported by wait()
-            self._channel.send(message)
+            self.channel.send(message)
 
     def wait(self, deadline: float) -> Outcome:
-        if not self._channel.poll(max(0.0, deadline - time.monotonic())):
+        if not self.channel.poll(max(0.0, deadline - time.monotonic())):
             self._dump_stacks()
             return Outcome(self.rank, "timed out")
         try:
-            returned, value = self._channel.recv()
+            returned, value = self.channel.recv()
         except (EOFError, OSError):
             return Outcome(self.rank, "died", exit_code=self.process.wait())
         self.idle = True
@@ -271,7 +287,7 @@ class _Worker:
                 break
             self.process.send_signal(number)
         self.process.wait()
-        self._channel.close()
+        self.channel.close()
 
     def _dump_stacks(self) -> None:
         # The worker's faulthandler writes every thread's stack to its log: where it hangs is what one wants to know.

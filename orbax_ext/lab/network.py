@@ -187,6 +187,12 @@ def interface_bytes() -> Iterator[tuple[str, int, int]]:
         yield name.strip(), int(fields[0]), int(fields[8])
 
 
+def idle_seconds() -> float:
+    """Seconds that the machine's cores have been idle, in all, since it was started."""
+    fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()
+    return sum(map(int, fields[4:6])) / os.sysconf("SC_CLK_TCK")
+
+
 def _ip(*words: str) -> None:
     _run("ip", *words)
 

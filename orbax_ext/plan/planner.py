@@ -42,6 +42,7 @@ class RestorePlan:
     items: tuple[Leaf, ...]  # what the indices in bundles refer to: the leaves, then slices of some of them
     groups: tuple[Group, ...]
     direct: Mapping[int, str]  # leaf index: why it is read the ordinary way
+    because: str = ""  # why the others travel, where that was a choice
 
 
 def make_plan(

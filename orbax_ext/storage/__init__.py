@@ -120,6 +120,29 @@ def snapshot_of(path: os.PathLike[str]) -> Snapshot | None:
     return found
 
 
+def is_s3(path: str) -> bool:
+    return path.startswith("s3://")
+
+
+def list_folder(path: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The files in a directory on S3 with their sizes, and the directories; FileNotFoundError if there is none."""
+    listing = _files().list_directory(path)
+    if not listing.exists:
+        raise FileNotFoundError(f"{path} does not exist.")
+    return {name: size for name, (size, _) in listing.files.items()}, listing.directories
+
+
+def sizes_below(path: str) -> dict[str, int]:
+    """The sizes of all files below a directory on S3, by their paths from there."""
+    return dict(_files().sizes_below(path))
+
+
+def _files() -> Any:
+    if _store is None:
+        raise ValueError("s3:// is not enabled: call orbax_ext.storage.enable_s3() first.")
+    return _store.files
+
+
 @contextlib.contextmanager
 def _shared_board(root: str) -> Iterator[Board | None]:
     """A board for all processes that restore from `root`; None if they do not all come."""

@@ -238,6 +238,13 @@ class S3Files(backend.Backend):
                 exists=bool(files or directories or not prefix),
             )
 
+    def sizes_below(self, path: str) -> dict[str, int]:
+        """The sizes of all files below a directory, by their paths from there."""
+        with _explained(path):
+            prefix = _as_directory(split(path)[1])
+            entries = {entry["Key"].removeprefix(prefix): entry["Size"] for entry in self._list(path, "")[0]}
+            return {name: size for name, size in entries.items() if name and not name.endswith("/")}
+
     def _listing(self, path: backend.PathLike) -> Listing:
         snapshot = self.snapshot(path)
         return snapshot.listing(os.fspath(path)) if snapshot else self.list_directory(os.fspath(path))

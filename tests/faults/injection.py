@@ -39,18 +39,14 @@ def read_error() -> contextlib.AbstractContextManager[None]:
     return reading(lambda original: read)
 
 
-def signal_in_read(
-    number: signal.Signals, begun: pathlib.Path | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """The process gets a signal while it reads; a moment before, it makes a file if told so."""
+def signal_in_read(number: signal.Signals) -> contextlib.AbstractContextManager[None]:
+    """The process gets a signal while it reads."""
     pending = [number]
 
     def replace(original: Reads) -> Reads:
         async def read(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(0.5)
             if pending:
-                if begun is not None:
-                    begun.touch()
                 os.kill(os.getpid(), pending.pop())
             await asyncio.sleep(0.5)
             return await original(*args, **kwargs)

@@ -92,13 +92,15 @@ def permission_denied(path: str, how: str) -> Record:
 
 
 def reader_stopped(path: str, how: str) -> Record:
-    with on(READER, lambda: injection.signal_in_read(signal.SIGSTOP, stop_mark(path, how))):
-        return restore(path, how)
+    with on(READER, lambda: injection.signal_in_read(signal.SIGSTOP)):
+        record = restore(path, how)
+    end_mark(path, how, jax.process_index()).touch()
+    return record
 
 
-def stop_mark(path: str, how: str) -> pathlib.Path:
-    """The file that the reader makes before it is stopped."""
-    return pathlib.Path(f"{path}.{how}.stopping")
+def end_mark(path: str, how: str, rank: int) -> pathlib.Path:
+    """The file that a process makes when its restore has ended while the reader is stopped."""
+    return pathlib.Path(f"{path}.{how}.{rank}.ended")
 
 
 def reader_slow(path: str, how: str) -> Record:

@@ -131,9 +131,11 @@ class Arena:
         return outcomes
 
     def _wake_later(self, rank: int, path: str) -> None:
-        while not scenarios.stop_mark(path, "ours").exists():
+        """Wakes a stopped process when the others have ended, or should have long ago."""
+        marks = [scenarios.end_mark(path, "ours", other) for other in range(4) if other != rank]
+        deadline = time.monotonic() + self.patience + STALL + 14
+        while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(STALL + 14)
         self.ours.signal(rank, signal.SIGCONT)
 
     def note(self, fault: str, ours: str) -> None:

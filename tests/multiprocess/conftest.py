@@ -7,7 +7,32 @@ from collections.abc import Iterator
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import world
+from tests.multiprocess import late_reader, world
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What mostly waits is looked at last; `_begin_what_waits` has begun it first."""
+    items.sort(key=_mostly_waits)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _begin_what_waits(request: pytest.FixtureRequest) -> None:
+    if any(map(_mostly_waits, request.session.items)):
+        request.getfixturevalue("late_restores")
+
+
+def _mostly_waits(item: pytest.Item) -> bool:
+    return "late_restores" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session")
+def late_restores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lab.Run]]:
+    """Restores with a late reader, under way: "stock" Orbax's and "ours", on clusters of their own."""
+    path = str(tmp_path_factory.mktemp("late") / "checkpoint")
+    with lab.Cluster(4, 4) as stock, lab.Cluster(4, 4) as ours:
+        ours.run(world.save, path, world.STATE, late_reader.MESH)
+        clusters = {"stock": stock, "ours": ours}
+        yield {how: cluster.submit(late_reader.restore, path, how) for how, cluster in clusters.items()}
 
 
 @pytest.fixture(scope="session")

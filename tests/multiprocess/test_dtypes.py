@@ -16,8 +16,6 @@ from orbax_ext.exchange import Block, Exchange, GatherOp, Op, SumOp
 from tests.multiprocess import world
 from tests.multiprocess.world import P, Spec
 
-pytestmark = pytest.mark.core
-
 FLOAT8 = [
     "float8_e3m4",
     "float8_e4m3",
@@ -35,11 +33,12 @@ KINDS = ["bool", "int4", "bfloat16", "float32", "complex64"]
 STORABLE = [*PLAIN, *WIDE, "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz"]
 
 
-@pytest.mark.parametrize("strategy", world.STRATEGIES)
+@pytest.mark.parametrize("strategy", ["single", pytest.param("spread", marks=pytest.mark.core)])
 def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Cluster, path: str, strategy: str) -> None:
     assert world.all_of(cluster.run(save_and_restore, path, _all(STORABLE), "ours", strategy=strategy)) == []
 
 
+@pytest.mark.core
 def test_the_exchange_carries_every_dtype_that_jax_has(cluster: lab.Cluster) -> None:
     assert world.all_of(cluster.run(exchange_all, [*PLAIN, *WIDE, *TINY, *FLOAT8])) == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,9 +20,8 @@ KNOBS = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[lab.Cluster]:
-    with lab.Cluster(processes=4, devices=2) as running:
-        yield running
+def team(small_cluster: lab.Cluster) -> lab.Cluster:
+    return small_cluster
 
 
 @pytest.fixture

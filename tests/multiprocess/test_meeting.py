@@ -7,7 +7,8 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -15,14 +16,13 @@ import pytest
 
 from orbax_ext import compat, lab, meeting
 
-STALL = 3.0
+STALL = 4.0
 LIMITS = meeting.Limits(stall=STALL)
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[lab.Cluster]:
-    with lab.Cluster(processes=4, devices=1) as running:
-        yield running
+def team(small_cluster: lab.Cluster) -> lab.Cluster:
+    return small_cluster
 
 
 def test_all_hear_what_each_brought(team: lab.Cluster) -> None:
@@ -41,57 +41,66 @@ def test_one_process_error_is_raised_by_all_and_names_it(team: lab.Cluster) -> N
     assert team.run(keys_left) == [[]] * 4
 
 
-def test_a_process_that_does_not_come_is_named_by_all(team: lab.Cluster) -> None:
-    team.run(exchange)  # so that its host is known
-    outcomes = team.outcomes(stay_away, 3)
-    assert outcomes[3].ok
-    for outcome in outcomes[:3]:
-        assert outcome.failure is not None
-        assert outcome.failure.type == "RestoreTimeoutError"
-        assert "process 3 (" in outcome.failure.message
-        assert "has not come to this restore" in outcome.failure.message
-        assert "process 1" not in outcome.failure.message
-    assert team.run(keys_left) == [[]] * 4
+@pytest.fixture(scope="module")
+def waits(team: lab.Cluster) -> dict[str, list[str]]:
+    """What came of each of `WAITS` on each process: "" or an error. They mostly wait, and do so at the same time."""
+    team.run(exchange)  # so that the hosts are known
+    found = team.run(wait_all)
+    return {name: [ended[name] for ended in found] for name in WAITS}
 
 
-def test_the_gathering_process_not_coming_is_named_by_all(team: lab.Cluster) -> None:
-    outcomes = team.outcomes(stay_away, 0)
-    assert outcomes[0].ok
-    for outcome in outcomes[1:]:
-        assert outcome.failure is not None
-        assert outcome.failure.type == "RestoreTimeoutError"
-        assert "missing:\n  process 0 (" in outcome.failure.message
-        assert outcome.failure.message.count("process ") == 1
-    assert team.run(keys_left) == [[]] * 4
+def test_a_process_that_does_not_come_is_named_by_all(waits: dict[str, list[str]]) -> None:
+    *others, absent = waits["3 stays away"]
+    assert absent == ""
+    for text in others:
+        assert text.startswith("RestoreTimeoutError")
+        assert "process 3 (" in text
+        assert "has not come to this restore" in text
+        assert "process 1" not in text
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(team: lab.Cluster, slow: int) -> None:
-    outcomes = team.outcomes(work_slowly, slow, [500], 5 * STALL)
-    for outcome in outcomes:
-        if outcome.rank != slow:
-            assert outcome.failure is not None
-            assert outcome.failure.type == "RestoreTimeoutError"
-            assert f"process {slow} (" in outcome.failure.message
-            assert "last in phase 'work', 500 bytes done, " in outcome.failure.message
-    assert team.run(keys_left) == [[]] * 4
+def test_the_gathering_process_not_coming_is_named_by_all(waits: dict[str, list[str]]) -> None:
+    absent, *others = waits["0 stays away"]
+    assert absent == ""
+    for text in others:
+        assert text.startswith("RestoreTimeoutError")
+        assert "missing:\n  process 0 (" in text
+        assert text.count("process ") == 1
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_process_that_is_slow_but_advances_is_waited_for(team: lab.Cluster, slow: int) -> None:
-    assert team.run(work_slowly, slow, range(5), STALL / 2) == [2.5 * STALL] * 4
+def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(
+    waits: dict[str, list[str]], slow: int
+) -> None:
+    for rank, text in enumerate(waits[f"{slow} stops advancing"]):
+        if rank != slow:
+            assert text.startswith("RestoreTimeoutError")
+            assert f"process {slow} (" in text
+            assert "last in phase 'work', 500 bytes done, " in text
 
 
-def test_a_limit_in_all_ends_even_what_advances(team: lab.Cluster) -> None:
-    outcomes = team.outcomes(work_slowly, 2, range(10), STALL / 4, total=STALL)
-    assert ["timeout=3" in str(outcome) and "RestoreTimeoutError" in str(outcome) for outcome in outcomes] == [True] * 4
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_process_that_is_slow_but_advances_is_waited_for(waits: dict[str, list[str]], slow: int) -> None:
+    assert waits[f"{slow} is slow"] == [""] * 4
+
+
+def test_a_limit_in_all_ends_even_what_advances(waits: dict[str, list[str]]) -> None:
+    for text in waits["2 takes too long in all"]:
+        assert text.startswith("RestoreTimeoutError")
+        assert f", timeout={STALL:g}" in text
 
 
 @pytest.mark.parametrize("eager", [0, 3])
-def test_a_process_that_comes_more_often_than_the_others_meets_them_next_time(team: lab.Cluster, eager: int) -> None:
-    first = team.outcomes(come_once_more, eager)
-    assert [outcome.ok for outcome in first] == [process != eager for process in range(4)]
-    assert "RestoreTimeoutError" in str(first[eager])
+def test_a_process_that_comes_more_often_than_the_others_meets_them_next_time(
+    waits: dict[str, list[str]], eager: int
+) -> None:
+    for rank, text in enumerate(waits[f"{eager} comes once more"]):
+        assert text.startswith("RestoreTimeoutError" if rank == eager else "")
+        assert bool(text) == (rank == eager)
+
+
+def test_waits_that_were_given_up_leave_nothing_behind(team: lab.Cluster, waits: dict[str, list[str]]) -> None:
+    del waits
     team.run(exchange)
     assert team.run(keys_left) == [[]] * 4
 
@@ -151,7 +160,7 @@ def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> No
         while len(list(tmp_path.iterdir())) < 3:
             time.sleep(0.05)
         trio.signal(0, signal.SIGSTOP)
-        outcomes = run.outcomes(timeout=1.0 + STALL + 12)
+        outcomes = run.outcomes(grace=3)
     for outcome in outcomes[1:]:
         assert "RestoreTimeoutError" in str(outcome)
         assert "process 0 (" in str(outcome)
@@ -161,9 +170,9 @@ def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> No
 # Run on the processes.
 
 
-def exchange() -> tuple[dict[int, Any], dict[int, Any]]:
+def exchange(subject: str = "test") -> tuple[dict[int, Any], dict[int, Any]]:
     here = jax.process_index()
-    with meeting.open_session("test", LIMITS) as session:
+    with meeting.open_session(subject, LIMITS) as session:
         arrivals = session.arrive({"text": f"here is {here}"})
         numbers = session.meet("numbers", {"number": here**2})
     return {p: each["text"] for p, each in arrivals.items()}, {p: each["number"] for p, each in numbers.items()}
@@ -179,14 +188,14 @@ def fail_on(rank: int) -> None:
         asyncio.run(session.together("work", work()))
 
 
-def stay_away(rank: int) -> None:
+def stay_away(subject: str, rank: int) -> None:
     if jax.process_index() != rank:
         # Not all at once: one that gave up before must not be called missing by those who wait longer.
         time.sleep(0.5 * jax.process_index())
-        meeting.gather("test", {}, LIMITS)
+        meeting.gather(subject, {}, LIMITS)
 
 
-def work_slowly(rank: int, progress: Any, pause: float, total: float | None = None) -> float:
+def work_slowly(subject: str, rank: int, progress: Any, pause: float, total: float | None = None) -> None:
     done = 0
 
     async def work() -> None:
@@ -196,16 +205,43 @@ def work_slowly(rank: int, progress: Any, pause: float, total: float | None = No
                 done = each
                 await asyncio.sleep(pause)
 
-    with meeting.open_session("test", meeting.Limits(STALL, total), lambda: done) as session:
+    with meeting.open_session(subject, meeting.Limits(STALL, total), lambda: done) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
-    return len(progress) * pause
 
 
-def come_once_more(rank: int) -> None:
-    exchange()
+def come_once_more(subject: str, rank: int) -> None:
+    exchange(subject)
     if jax.process_index() == rank:
-        exchange()
+        exchange(subject)
+
+
+WAITS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "0 stays away": (stay_away, (0,)),
+    "3 stays away": (stay_away, (3,)),
+    "0 stops advancing": (work_slowly, (0, [500], 4 * STALL)),
+    "2 stops advancing": (work_slowly, (2, [500], 4 * STALL)),
+    "0 is slow": (work_slowly, (0, range(8), STALL / 3)),
+    "2 is slow": (work_slowly, (2, range(8), STALL / 3)),
+    "2 takes too long in all": (work_slowly, (2, range(10), STALL / 4, STALL)),
+    "0 comes once more": (come_once_more, (0,)),
+    "3 comes once more": (come_once_more, (3,)),
+}
+
+
+def wait_all() -> dict[str, str]:
+    """Holds sessions on different subjects at the same time; returns the error of each, or ""."""
+
+    def ended(name: str) -> str:
+        function, args = WAITS[name]
+        try:
+            function(name, *args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with futures.ThreadPoolExecutor(len(WAITS)) as pool:
+        return dict(zip(WAITS, pool.map(ended, WAITS), strict=True))
 
 
 def interrupt(rank: int) -> None:

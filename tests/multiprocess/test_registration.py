@@ -14,20 +14,21 @@ from orbax_ext import compat, lab
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
 
-pytestmark = pytest.mark.core
-
 ARGS = ["ArrayRestoreArgs", "SingleReplicaArrayRestoreArgs", "bare sharding", "mesh and axes", "abstract tree alone"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ARGS)
 def test_pytree_restore_works_with(cluster: lab.Cluster, saved: str, kind: str) -> None:
     assert world.all_of(cluster.run(restore_with_args, saved, kind)) == []
 
 
+@pytest.mark.core
 def test_standard_restore_works(cluster: lab.Cluster, saved: str) -> None:
     assert world.all_of(cluster.run(restore_standard, saved)) == []
 
 
+@pytest.mark.core
 def test_the_handler_can_be_passed_instead_of_registered(cluster: lab.Cluster, saved: str) -> None:
     assert world.all_of(cluster.run(restore_with_own_handler, saved)) == []
 
@@ -64,12 +65,13 @@ def test_a_replica_axis_of_size_1_is_read_the_ordinary_way(cluster: lab.Cluster,
     assert world.all_of(cluster.run(world.restore, saved, world.STATE, knobs={"replica_axis": "pp"})) == []
 
 
+@pytest.mark.core
 def test_the_barrier_before_a_broadcast_is_on_the_coordination_service_and_has_a_new_name_each_time(
     cluster: lab.Cluster, saved: str
 ) -> None:
     first, second = (cluster.run(watch_barriers, saved) for _ in range(2))
     assert first[1:] == first[:-1]  # the same on all processes
-    assert len(first[0]) == 6
+    assert len(first[0]) == 1  # the exchanges after the first follow a meeting
     assert not {name for name, *_ in first[0]} & {name for name, *_ in second[0]}
     for name, timeout, processes in first[0]:
         assert "single_replica_pre_broadcast" in name
@@ -136,7 +138,7 @@ def _restore(path: str, args: Any) -> list[str]:
 def _must_have_been_broadcast() -> None:
     report = orbax_ext.last_report()
     assert report is not None
-    assert set(report.strategy.values()) <= {"single", "spread"}, report.strategy
+    assert world.ways(report.strategy) <= {"single", "spread"}, report.strategy
     orbax_ext.report.publish(None)
 
 

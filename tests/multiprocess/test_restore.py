@@ -8,9 +8,7 @@ from orbax_ext import lab
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
 
-pytestmark = pytest.mark.core
-
-CONTEXTS = ["none", "set_mesh", "with mesh", "other mesh"]
+CONTEXTS = ["none", pytest.param("set_mesh", marks=pytest.mark.core), "with mesh", "other mesh"]
 
 
 @pytest.mark.parametrize("strategy", world.STRATEGIES)
@@ -23,6 +21,13 @@ def test_a_restore_is_exact_whatever_mesh_the_caller_has_set(
     assert world.all_of(found) == []
 
 
+@pytest.mark.core
+def test_a_restore_that_reads_the_ordinary_way_is_exact_too(cluster: lab.Cluster, saved: str) -> None:
+    found = cluster.run(world.restore, saved, world.STATE, context="set_mesh", knobs={"strategy": "direct"})
+    assert world.all_of(found) == []
+
+
+@pytest.mark.core
 def test_stock_orbax_fails_under_set_mesh_on_readers_and_on_the_others(
     cluster: lab.Cluster, saved: str, orbax: tuple[int, ...]
 ) -> None:
@@ -44,26 +49,28 @@ GEOMETRIES = {
 }
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_replicas_may_lie_anyhow_on_the_processes(cluster: lab.Cluster, path: str, geometry: str) -> None:
+IN_CORE = "a replica spans several processes"
+
+
+@pytest.mark.parametrize(
+    "geometry", [pytest.param(name, marks=pytest.mark.core if name == IN_CORE else ()) for name in GEOMETRIES]
+)
+def test_replicas_may_lie_anyhow_on_the_processes_and_their_axis_need_not_be_named(
+    cluster: lab.Cluster, path: str, geometry: str
+) -> None:
     mesh, axis = GEOMETRIES[geometry]
     specs = _state_for(mesh)
     cluster.run(world.save, path, specs, mesh)
-    for strategy in world.STRATEGIES:
-        knobs = {"replica_axis": axis, "strategy": strategy}
+    for knobs in ({"strategy": "single", "replica_axis": axis}, {"strategy": "spread"}):
         found = cluster.run(world.restore, path, specs, mesh, context="set_mesh", knobs=knobs)
-        assert world.all_of(found) == [], strategy
+        assert world.all_of(found) == [], knobs
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_the_replica_axis_need_not_be_named(cluster: lab.Cluster, path: str, geometry: str) -> None:
-    mesh, _ = GEOMETRIES[geometry]
-    specs = _state_for(mesh)
-    cluster.run(world.save, path, specs, mesh)
-    assert world.all_of(cluster.run(world.restore, path, specs, mesh)) == []
+def test_the_broadcast_finds_the_replica_axis_by_itself(cluster: lab.Cluster, saved: str) -> None:
+    assert world.all_of(cluster.run(world.restore, saved, world.STATE, knobs={"strategy": "single"})) == []
 
 
-@pytest.mark.parametrize("primary", [0, 1, 3])
+@pytest.mark.parametrize("primary", [0, 3])
 def test_any_replica_may_be_the_one_that_reads(cluster: lab.Cluster, saved: str, primary: int) -> None:
     knobs = {"replica_axis": "dp", "primary_replica_id": primary}
     read = cluster.run(restore_and_count_reads, saved, knobs)
@@ -75,6 +82,7 @@ def test_a_small_memory_limit_makes_several_groups(cluster: lab.Cluster, saved: 
     assert groups == [6] * 4
 
 
+@pytest.mark.core
 def test_processes_with_different_limits_agree_on_the_smallest(cluster: lab.Cluster, saved: str) -> None:
     assert cluster.run(restore_with_limits_of_their_own, saved) == [6] * 4
 

@@ -16,8 +16,6 @@ from tests.multiprocess.world import MeshSpec
 from tests.s3 import server as s3_server
 from tests.s3.proxy import Fault, FaultProxy
 
-pytestmark = pytest.mark.core
-
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {name: spec for name, spec in world.STATE.items() if name != "embedding"}
 

@@ -11,9 +11,7 @@ import orbax_ext
 from orbax_ext import lab
 from tests.multiprocess import world
 
-pytestmark = pytest.mark.core
-
-KINDS = ["manager", "Checkpointer", "AsyncCheckpointer", "StandardCheckpointer"]
+KINDS = [pytest.param("manager", marks=pytest.mark.core), "Checkpointer", "AsyncCheckpointer", "StandardCheckpointer"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,12 +22,13 @@ def test_what_is_saved_while_registered_is_what_plain_orbax_saves(cluster: lab.C
     assert world.all_of(cluster.run(read_back, f"{path}/ours", kind)) == []
 
 
+@pytest.mark.core
 def test_a_save_after_a_restore_works(cluster: lab.Cluster, path: str) -> None:
     assert world.all_of(cluster.run(restore_then_save, path, "ours")) == []
 
 
 def test_stock_orbax_cannot_save_after_a_restore(cluster: lab.Cluster, path: str) -> None:
-    outcomes = cluster.outcomes(restore_then_save, path, "stock", timeout=40)
+    outcomes = cluster.submit(restore_then_save, path, "stock").outcomes(grace=2)
     assert any("No ArrayMetadata found" in str(outcome) for outcome in outcomes)
 
 

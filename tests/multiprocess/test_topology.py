@@ -15,7 +15,7 @@ KNOBS = {"replica_axis": "dp", "strategy": "single"}
 OTHERS = {"2x4": (2, 4), "8x1": (8, 1), "1x8": (1, 8)}
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(scope="module", params=[pytest.param("2x4", marks=pytest.mark.long), "8x1", "1x8"])
 def other(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
     with lab.Cluster(*OTHERS[request.param]) as running:
         yield running

@@ -190,7 +190,7 @@ def train(kind: str, path: str, steps: int, save_at: int) -> History:
     """Trains from the latest checkpoint, or from scratch; a checkpoint is made after `save_at` steps."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, -1), ("dp", "tp"))
     with (
-        orbax_ext.registered(replica_axis="dp"),
+        orbax_ext.registered(strategy="spread"),
         jax.set_mesh(mesh),
         ocp.CheckpointManager(path) as manager,
     ):

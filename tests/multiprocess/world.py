@@ -129,6 +129,11 @@ def differences(restored: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Me
     return found
 
 
+def ways(strategy: Mapping[str, str]) -> set[str]:
+    """How the leaves of a report were restored, without the reasons."""
+    return {how.partition(":")[0] for how in strategy.values()}
+
+
 def bits(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 

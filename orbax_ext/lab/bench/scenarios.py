@@ -27,7 +27,8 @@ class Scenario:
     devices: int = 2
     replica_axis: str = "dp"
     replica_parallel: bool = True  # how it is saved: every replica writes a part of each shard, or one all of it
-    headline: bool = False  # repeated more often than the others
+    repeat: int = 2
+    oldest: bool = False  # whether the oldest supported Orbax is measured, too
 
     @property
     def unique_bytes(self) -> int:
@@ -79,7 +80,7 @@ def _rate(mbit: int) -> float:
     return mbit * 1e6 / 8 if mbit else math.inf
 
 
-def _dense(name: str, about: str, links: Links, mib: int = 256, **changes: object) -> Scenario:
+def _dense(name: str, about: str, links: Links, mib: int = 128, **changes: object) -> Scenario:
     """Leaves of 16 MiB on four hosts with two devices each: dp=4 x tp=2."""
     base = Scenario(name, about, links, (("dp", 4), ("tp", 2)), (2048, 4096), ("tp", None), mib // 16)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
@@ -92,7 +93,7 @@ def _growing(hosts: int) -> Scenario:
         f"hosts_{hosts}",
         f"{hosts} hosts, the same work for each",
         Links(80, 400),
-        16 * hosts,
+        32 * hosts,
         mesh=mesh,
         spec=("fsdp", None),
         hosts=hosts,
@@ -102,16 +103,16 @@ def _growing(hosts: int) -> Scenario:
 def scenarios() -> Iterator[Scenario]:
     """All of them, the headline first."""
     usual = Links(320, 1600)
-    yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, headline=True)
-    yield _dense("dense_slow", "the same, on slower links", Links(80, 400), 512, headline=True)
-    yield _dense("fast_storage", "storage faster than fabric", Links(1600, 320))
-    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 128)
+    yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, repeat=3, oldest=True)
+    yield _dense("dense_slow", "half of it, on slower links", Links(80, 400), 512, repeat=1)
+    yield _dense("fast_storage", "storage faster than fabric", Links(1600, 320), 512)
+    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 256)
     yield _dense("capped_storage", "storage with a total cap", Links(320, 1600, storage_total=320))
     yield _dense("small_leaves", "5,000 leaves of 8 KiB", usual, leaf=(64, 64), leaves=5000)
-    yield _dense("huge_leaf", "one leaf of 256 MiB", usual, leaf=(8192, 16384), leaves=1)
-    yield _dense(
-        "fsdp_dp", "FSDP over two hosts, two replicas", usual, mesh=(("dp", 2), ("fsdp", 4)), spec=("fsdp", None)
-    )
-    yield _dense("whole_shards", "saved by one replica: a chunk is a whole shard", usual, replica_parallel=False)
+    yield _dense("huge_leaf", "one leaf of 128 MiB", usual, leaf=(8192, 8192), leaves=1)
+    fsdp = (("dp", 2), ("fsdp", 4))
+    yield _dense("fsdp_dp", "FSDP over two hosts, two replicas", usual, mesh=fsdp, spec=("fsdp", None))
+    yield _dense("whole_shards", "one replica saved: a chunk is a whole shard", usual, replica_parallel=False)
+    yield _dense("replica_chunks", "all replicas saved: a chunk is a part of a shard", usual)
     for hosts in (2, 4, 8):
         yield _growing(hosts)

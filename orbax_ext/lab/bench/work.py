@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
+from orbax_ext import compat
 from orbax_ext.lab import memory, network
 from orbax_ext.lab.bench.scenarios import Scenario
 
@@ -32,14 +33,16 @@ class Measured:
     exact: bool
     peak: int  # resident bytes above what there was before
     fabric_received: int
-    cpu_seconds: float
+    idle_seconds: float  # of all cores of the machine meanwhile
     compile_seconds: float = 0.0
     report: str = ""
 
 
 def save(scenario: Scenario, path: str) -> None:
     state = {name: _make(scenario, number) for number, name in enumerate(_names(scenario))}
-    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=scenario.replica_parallel)
+    handler = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=scenario.replica_parallel, array_metadata_store=compat.ArrayMetadataStore()
+    )
     with _registered(handler), ocp.CheckpointManager(path) as manager:
         manager.save(0, args=ocp.args.PyTreeSave(state))
         manager.wait_until_finished()
@@ -64,20 +67,20 @@ def restore(scenario: Scenario, path: str, peer: str, url: str) -> Measured:
         }
     with _served(path, url), _registered(handler), ocp.CheckpointManager(path) as manager:
         multihost_utils.sync_global_devices("bench")
-        before, cpu, taken = _received(), time.process_time(), []
+        before, idle, taken = _received(), network.idle_seconds(), []
 
         def step() -> None:
             started = time.monotonic()
             state = manager.restore(0, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
             jax.block_until_ready(state)
-            taken.extend([started, time.monotonic(), state])
+            taken.extend([started, time.monotonic(), network.idle_seconds(), state])
 
         peak = memory.peak_growth(step)
-        started, ended, state = taken
-        received, cpu = _received() - before, time.process_time() - cpu
+        started, ended, idle_then, state = taken
+        received, idle = _received() - before, idle_then - idle
     account = orbax_ext.last_report() if not peer.startswith(("stock", "plain")) else None
     compiled = account.seconds.get("compile", 0.0) if account is not None else 0.0
-    return Measured(started, ended, _is_exact(scenario, state), peak, received, cpu, compiled, str(account or ""))
+    return Measured(started, ended, _is_exact(scenario, state), peak, received, idle, compiled, str(account or ""))
 
 
 def _names(scenario: Scenario) -> list[str]:
@@ -105,7 +108,7 @@ def _replica_sharding(scenario: Scenario) -> NamedSharding:
 
 def _handler(scenario: Scenario, peer: str) -> Any:
     if peer.startswith("plain"):
-        return ocp.type_handlers.ArrayHandler()
+        return ocp.type_handlers.ArrayHandler(array_metadata_store=compat.ArrayMetadataStore())
     if peer.startswith("stock"):
         at = [axis for axis, _ in scenario.mesh].index(scenario.replica_axis)
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at)

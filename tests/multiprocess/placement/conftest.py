@@ -9,7 +9,7 @@ from orbax_ext import lab
 DEVICES = 8  # in all, over however many processes
 
 
-@pytest.fixture(scope="session", params=[1, 2, 4, 8], ids=lambda n: f"{n}-processes")
+@pytest.fixture(scope="session", params=[1, 2, 4, pytest.param(8, marks=pytest.mark.long)], ids="{}-processes".format)
 def cluster(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
     with lab.Cluster(request.param, DEVICES // request.param, timeout=90) as running:
         yield running

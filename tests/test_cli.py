@@ -1,0 +1,166 @@
+"""What every command does alike: help with an example, errors in one line, Ctrl-C, pipes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from orbax_ext import cli
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMIT = 120.0
+
+# Mistakes that users make, and what the one line about each must hold: what was found, or what to do.
+MISTAKES = {
+    "check of nothing": (["check", "{tmp}/none", "--local", "1x1"], "does not exist"),
+    "check with a bad mesh": (["check", "{ckpt}", "--mesh", "dp4"], "as in pp=1,dp=4,tp=8"),
+    "check with a bad spec": (["check", "{ckpt}", "--spec", "*.w=Q(tp)"], "such as P(None, tp)"),
+    "check with a bad size": (["check", "{ckpt}", "--local", "4"], "such as 4x8"),
+    "check without time": (["check", "{ckpt}", "--timeout", "0"], "positive number of seconds"),
+    "demo of nothing": (["demo", "--processes", "1"], "at least 2 processes"),
+    "inspect of nothing": (["inspect", "{tmp}/none"], "does not exist"),
+    "inspect of something else": (["inspect", "{tmp}"], "no step was saved here"),
+    "patch of nothing": (["patch", "--to", "{tmp}"], "Give the directory that does"),
+    "verify of nothing": (["verify", "{tmp}/none"], "does not exist"),
+    "verify of something else": (["verify", "{root}"], "is no Orbax checkpoint"),
+    "verify without digests": (["verify", "{ckpt}"], "`orbax-ext verify --write` makes it"),
+    "verify of a step that is not there": (["verify", "{ckpt}", "--step", "9"], "has no step 9; it has 0"),
+}
+LONG = {"demo": ["demo"], "doctor": ["doctor"], "check": ["check", "{ckpt}", "--local", "2x1"]}
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cli") / "run"
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(0, args=ocp.args.StandardSave({f"leaf_{number}": np.ones(3) for number in range(40)}))
+        manager.wait_until_finished()
+    return str(path)
+
+
+def command(*args: str) -> list[str]:
+    """The command as it is installed, without an installation."""
+    return [sys.executable, "-c", "import sys, _orbax_ext_entry as entry; sys.exit(entry.main())", *args]
+
+
+def start(words: Sequence[str], **kwargs: object) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(words, env=env, **{**piped, **kwargs})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"examples?:\s.*orbax-ext {name}", shown, re.DOTALL)
+    assert "\x1b" not in shown
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_line_with_the_remedy(
+    mistake: str, ckpt: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = MISTAKES[mistake]
+    code = cli.main([word.format(ckpt=ckpt, tmp=tmp_path, root=ROOT) for word in words])
+    out, err = capsys.readouterr()
+    assert (code, out) == (cli.EXIT_CANNOT_RUN, "")
+    assert err.startswith(f"orbax-ext {words[0]}: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_directory_that_may_not_be_read_is_told_in_one_line(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything, so no mode would do
+    for name in ("inspect", "verify"):
+        assert cli.main([name, ckpt]) == cli.EXIT_CANNOT_RUN
+        assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_ctrl_c_ends_a_command_at_once_and_quietly(name: str, ckpt: str) -> None:
+    process = start(command(*(word.format(ckpt=ckpt) for word in LONG[name])))
+    wait_for_children(process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == cli.EXIT_INTERRUPTED, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == f"orbax-ext {name}: interrupted"
+    with pytest.raises(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, 0)
+
+
+def test_ctrl_c_while_jax_is_imported_is_quiet_too() -> None:
+    code = """
+import os, signal, sys
+import _orbax_ext_entry
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(_orbax_ext_entry.main())
+"""
+    process = start([sys.executable, "-c", code, "--version"])
+    assert process.communicate(timeout=LIMIT) == ("", "orbax-ext: interrupted\n")
+    assert process.returncode == cli.EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize("words", [["inspect", "{ckpt}"], ["inspect", "--help"]], ids=["output", "help"])
+def test_a_reader_that_goes_away_is_no_error(words: list[str], ckpt: str) -> None:
+    process = start(command(*(word.format(ckpt=ckpt) for word in words)))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    # argparse overlooks it where output is not buffered
+    assert process.wait(LIMIT) in ([cli.EXIT_BROKEN_PIPE, 0] if "--help" in words else [cli.EXIT_BROKEN_PIPE])
+
+
+def wait_for_children(process: subprocess.Popen[str]) -> None:
+    """Until a command has started processes of its own."""
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + LIMIT
+    while not children.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_verify_takes_checkpoints_on_s3(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with ocp.CheckpointManager(s3) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"a": np.arange(3)}))
+        manager.wait_until_finished()
+    assert cli.main(["verify", s3]) == cli.EXIT_CANNOT_RUN
+    assert cli.main(["verify", s3, "--write"]) == cli.EXIT_OK
+    capsys.readouterr()
+    assert cli.main(["verify", s3]) == cli.EXIT_OK
+    assert "all 1 arrays have the digests that were stored" in capsys.readouterr().out
