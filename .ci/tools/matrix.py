@@ -2,8 +2,9 @@
 
     python -m tools.matrix [--only 0.12.8 ...] [--python 3.13=/path/to/python3.13] [--minutes 10] [--table]
 
-There is an environment for each Python and JAX under build/, in which only Orbax changes. Results are kept in build/matrix.json, so a run that was interrupted goes on where it stopped; a result counts only for
-the sources that it was made with.
+There is an environment for each Python and JAX under build/, in which only Orbax changes. Results are kept in
+build/matrix.json, so a run that was interrupted goes on where it stopped; a result counts only for the sources that it
+was made with.
 """
 
 from __future__ import annotations
