@@ -1,17 +1,20 @@
-"""What the cost model expects of jobs that are too large to measure here, as BUILD.md's table.
+"""BUILD.md's tables of speed: what the benchmark measured, and what the cost model expects of larger jobs.
 
-python -m tools.predict
+python -m tools.speed
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
+from orbax_ext.lab.bench import predictions, results
 from orbax_ext.options import Options
 from orbax_ext.plan import Costs, Leaf, Load, MeshInfo, Rates, make_plan
 from tools import docs, releases
 
 BUILD = releases.ROOT / "BUILD.md"
+MEASURED = releases.ROOT / ".ci" / "bench"
 DEVICES = 8  # a host
 HOSTS_OF_A_REPLICA = 8
 LAYERS = 640
@@ -21,8 +24,11 @@ _BUDGET = 64 << 20
 
 
 def main() -> int:
-    changed = docs.update(BUILD, "predictions", table())
-    print(f"{BUILD.name}: the predictions {'were rewritten' if changed else 'are up to date'}")
+    docs.update(BUILD, "predictions", table())
+    docs.update(BUILD, "bench", (MEASURED / "table.md").read_text().rstrip())
+    found = results.from_json(json.loads((MEASURED / "results.json").read_text()))
+    docs.update(BUILD, "errors", predictions.table(found))
+    print(f"{BUILD.name}: the tables of speed are up to date")
     return 0
 
 
