@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     for number, scenario in enumerate(chosen):
         print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
         ways = [peer for peer in peers if peer != _OLDEST or scenario.oldest]
-        new = _run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
+        new = run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
         found += new
         print(f"\n{results.table(scenario, new)}\n", flush=True)
         (args.out / "results.json").write_text(json.dumps(results.to_json(found, _about(unshaped)), indent=1))
@@ -61,7 +61,8 @@ def _write(chosen: list[Scenario], found: list[results.Result], out: pathlib.Pat
     print("Wrote", *(str(path) for path in (out / "results.json", out / "table.md", *drawn)))
 
 
-def _run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, unshaped: str) -> list[results.Result]:
+def run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, unshaped: str) -> list[results.Result]:
+    """Restores a scenario by each way; `unshaped` says why links can't be shaped, if so."""
     with tempfile.TemporaryDirectory(prefix="orbax_ext_bench_") as folder:
         root = pathlib.Path(folder)
         path = str(root / "checkpoint")
