@@ -76,6 +76,7 @@ fmt: $(NEWEST)/.ready
 bench: $(NEWEST)/.ready $(OLDEST)/.ready
 	$(NEWEST)/bin/python -m pip install --quiet -c .ci/constraints/newest.txt -e '.[bench]'
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out .ci/bench $(BENCH_ARGS)
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.speed
 
 bench-placement: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement

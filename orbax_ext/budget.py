@@ -12,9 +12,10 @@ from orbax_ext.plan.memory import AHEAD, group_bytes, limit
 __all__ = ["AHEAD", "choose", "free_bytes", "group_bytes"]
 
 
-def choose(options: Options, state_bytes: int) -> int:
-    """Bytes per device: what the user says, or an eighth of the state, if so much is free on this process's devices."""
-    return limit(options, state_bytes, min(free_bytes(device) for device in jax.local_devices()))
+def choose(options: Options, state_bytes: int, stack_bytes: int = 0) -> int:
+    """The limit in bytes per device, by what is free on this process's devices; see `plan.memory.limit`."""
+    free = min(free_bytes(device) for device in jax.local_devices())
+    return limit(options, state_bytes, stack_bytes, free)
 
 
 def free_bytes(device: jax.Device) -> int:

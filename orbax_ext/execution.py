@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
@@ -96,7 +97,7 @@ class Execution:
                 tuple(sizes.values()),
                 tuple(dims.get(axis) for axis in sizes),
             )
-        return PackOp(bundle.words)
+        return SumOp(Block((bundle.words,), jnp.dtype("uint32"))) if bundle.summed else PackOp(bundle.words)
 
     def _parts_here(self, group: Group, bundle: Bundle) -> list[tuple[int, NamedSharding, Block]]:
         """What this process reads for a bundle: (leaf, sharding to read it with, block on a device)."""

@@ -33,7 +33,7 @@ from orbax_ext.options import Options
 from orbax_ext.pipeline import Pipeline
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.cost import Rates, with_cheapest
-from orbax_ext.plan.planner import digest
+from orbax_ext.plan.planner import digest, largest_stack
 from orbax_ext.recording import Recorder
 from orbax_ext.waiting import Turn, in_thread
 
@@ -105,7 +105,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     request = await wishes.describe(self, infos, args)
                 # 2. Plan. Every process comes to the same plan, so all take the same way from here.
                 with recorder.span("plan"):
-                    own_budget = budget_lib.choose(self.options, request.device_bytes)
+                    stack = largest_stack(request.leaves, request.mesh_infos)
+                    own_budget = budget_lib.choose(self.options, request.device_bytes, stack)
                     plan = self._plan(request, own_budget)
                 recorder.planned(request, plan)
             _log_direct(request, plan)

@@ -398,7 +398,12 @@ class Session:
                 self._delays.append(time.time() - found.get("now", time.time()))
                 return found
             report = self._board.get(status)
-            self._raise_if_gone()
+            try:
+                self._raise_if_gone()
+            except errors.RestoreError:
+                if self._board.get(key) is None:
+                    raise
+                continue  # all have met since this process looked, and one of them has gone on its way
             if report is not None:
                 news = report["news"]
                 clock.note((report["advance"], report["missing"]))

@@ -24,8 +24,8 @@ class Options:
       storage_gbps: Gbit/s that one process reads from storage while all do. None: it is measured.
       fabric_gbps: Gbit/s that one process receives from others while all do. None: it is measured.
       broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in their place;
-        by default an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the smallest
-        value that any of them has.
+        by default an eighth of the state or so, from 64 to 256 MiB, or less if less is free. All processes use the
+        smallest value that any of them has.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
       stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
       timeout: Seconds in all after which a restore fails on all of them; None for no such limit.

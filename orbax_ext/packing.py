@@ -9,7 +9,6 @@ import numpy as np
 
 from orbax_ext.exchange import Block
 from orbax_ext.plan import Leaf, Pack
-from orbax_ext.plan.bundles import offsets
 from orbax_ext.reading import OnDevices
 
 _WORD = np.dtype(np.uint32)
@@ -20,12 +19,12 @@ def pack(
 ) -> dict[jax.Device, jax.Array]:
     """Each device's vector, with what its replica has read."""
     sizes = _sizes(bundle, leaves)
-    vectors = {}
-    for device, replica in replica_of.items():
-        vector = np.zeros(bundle.words * _WORD.itemsize, np.uint8)
-        for leaf, at in offsets(bundle.shares[replica], sizes):
-            vector[at : at + sizes[leaf]] = np.ascontiguousarray(read[leaf][device]).reshape(-1).view(np.uint8)
-        vectors[device] = vector.view(_WORD)
+    vectors = {device: np.zeros(bundle.words * _WORD.itemsize, np.uint8) for device in replica_of}
+    for replica, leaf, _, at in bundle.places(sizes):
+        for device in (device for device, row in replica_of.items() if row == replica):
+            data = np.ascontiguousarray(read[leaf][device]).reshape(-1).view(np.uint8)
+            vectors[device][at : at + sizes[leaf]] = data
+    vectors = {device: vector.view(_WORD) for device, vector in vectors.items()}
     placed = jax.device_put(list(vectors.values()), list(vectors))
     return dict(zip(vectors, placed, strict=True))
 
@@ -37,11 +36,10 @@ def unpack(
     sizes = _sizes(bundle, leaves)
     found: dict[int, dict[jax.Device, np.ndarray]] = {leaf: {} for leaf in bundle.leaves}
     for device, vectors in received.items():
-        rows = np.asarray(vectors).view(np.uint8).reshape(len(bundle.shares), -1)
-        for row, share in zip(rows, bundle.shares, strict=True):
-            for leaf, at in offsets(share, sizes):
-                block = blocks[leaf]
-                found[leaf][device] = row[at : at + sizes[leaf]].view(block.dtype).reshape(block.shape)
+        rows = np.asarray(vectors).view(np.uint8).reshape(-1, bundle.words * _WORD.itemsize)
+        for _, leaf, row, at in bundle.places(sizes):
+            block = blocks[leaf]
+            found[leaf][device] = rows[row, at : at + sizes[leaf]].view(block.dtype).reshape(block.shape)
     # One call for all: each costs far more than the few bytes that it places.
     devices = [device for there in found.values() for device in there]
     placed = iter(jax.device_put([data for there in found.values() for data in there.values()], devices))

@@ -72,6 +72,7 @@ class Pipeline:
                 if self._measures:
                     await self._decide(number, fabric)
                     reading.ahead = self._ahead
+                    reading.give_up(self._groups)
                 number += 1
             reading_direct = recorder.timed("read", restore.read_direct())
             direct, _ = await session.together("hand over", both(reading_direct, finish()))
@@ -99,7 +100,7 @@ class Pipeline:
         """Looks, with all processes together, whether the rest had better be read directly."""
         if number == 0:
             brought = traffic.of_process(self._restore.plan, self._request.mesh_infos, jax.process_index())[0].brought
-            found = await self._slowest("rates", {"storage": brought / self._read_seconds, "fabric": fabric})
+            found = await self._slowest("rates", {"storage": brought / max(self._read_seconds, 1e-6), "fabric": fabric})
             self._rates = Rates(found["storage"], found["fabric"], how="measured")
             self._choose(number + 1)
         elif number == _PACE_TO:
@@ -145,11 +146,15 @@ class ReadAhead(Generic[R]):
         try:
             yield
         finally:
-            for task in self._tasks.values():
-                task.cancel()
-                # Its error, if it has one, is not news any more.
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._tasks.clear()
+            self.give_up(0)
+
+    def give_up(self, number: int) -> None:
+        """Reads no more of a group and those after it."""
+        for each in [each for each in self._tasks if each >= number]:
+            task = self._tasks.pop(each)
+            task.cancel()
+            # Its error, if it has one, is not news any more.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def both(first: Awaitable[F], second: Awaitable[R]) -> tuple[F, R]:

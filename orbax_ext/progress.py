@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -18,7 +19,7 @@ from absl import logging
 from orbax_ext import workload
 from orbax_ext.recording import Recorder
 from orbax_ext.report_text import size
-from orbax_ext.waiting import Ticker
+from orbax_ext.waiting import StopTicking, Ticker
 
 _BAR_EVERY = 0.2
 _LOG_EVERY = 5.0
@@ -131,14 +132,18 @@ class LogLines:
 
 @contextlib.contextmanager
 def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
-    """Shows, on process 0 and if it is wanted, how far a restore is as long as a `with` block lasts."""
+    """Shows, on process 0 and if it is wanted, how far a restore is as long as a `with` block of a coroutine lasts."""
     if not wanted or jax.process_index() != 0:
         yield
         return
     in_terminal, look = _can_show_bar(), _looker(recorder)
+    loop = asyncio.get_running_loop()
     displays: list[Display] = []  # made when it is first needed: a short restore does without
 
     def tick() -> None:
+        if loop.is_closed():  # as a KeyboardInterrupt leaves it, which ends no block (Orbax 0.12.0 and later)
+            _close(displays)
+            raise StopTicking
         if recorder.plan is not None:
             if not displays:
                 displays.append(Bar() if in_terminal else LogLines())
@@ -151,8 +156,7 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
         if displays:
             tick()
     finally:
-        for display in displays:
-            display.close()
+        _close(displays)
 
 
 def clock(seconds: float | None) -> str:
@@ -162,6 +166,11 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _close(displays: list[Display]) -> None:
+    while displays:
+        displays.pop().close()
 
 
 def _looker(recorder: Recorder) -> Callable[[], Snapshot]:

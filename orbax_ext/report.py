@@ -121,7 +121,7 @@ class RestoreReport:
     def to_json(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         members = [member.to_dict() for _, member in sorted(self.members.items())]
-        return json.dumps({"orbax_ext_report": FORMAT, **fields, "members": members}, indent=1)
+        return json.dumps({"orbax_ext_report": FORMAT, **fields, "members": members})
 
     @classmethod
     def from_json(cls, text: str) -> RestoreReport:

@@ -42,10 +42,7 @@ def of_process(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int) -> l
 
 def _weights(mesh: MeshInfo, axes: Sequence[str], process: int) -> list[np.ndarray]:
     """For each replica, how often a byte on each of its devices is the process's own, comes into it, and leaves it."""
-    owners = np.array(mesh.processes).reshape(mesh.axis_sizes)
-    replica_axes = [mesh.axis_names.index(axis) for axis in axes]
-    rest = [at for at in range(len(mesh.axis_names)) if at not in replica_axes]
-    table = owners.transpose([*replica_axes, *rest]).reshape(mesh.replicas(axes), -1)
+    table = mesh.owners(axes)
     mine = table == process
     here = mine.sum(axis=0)  # devices of the process among the copies of each piece
     ways = (mine, ~mine * here, mine * (len(table) - here))
@@ -67,4 +64,6 @@ def _offered(bundle: Bundle, items: Sequence[Leaf], replicas: int) -> np.ndarray
         return offered
     if isinstance(bundle, Stack):
         return np.full(replicas, sum(items[leaf].block_bytes for leaf in bundle.leaves) // replicas)
+    if bundle.summed:
+        return np.array([sum(items[leaf].block_bytes for leaf in share) for share in bundle.shares], np.int64)
     return np.full(replicas, bundle.words * _WORD)

@@ -41,8 +41,6 @@ def _bytes(leaf: Leaf) -> int:
 
 def _readers(mesh: MeshInfo, leaf: Leaf) -> int:
     """How many blocks of a leaf are read if every process reads those that it holds, each once."""
-    owners = np.array(mesh.processes).reshape(mesh.axis_sizes)
-    used = [at for at, name in enumerate(mesh.axis_names) if name in leaf.used_axes]
-    copies = [at for at in range(len(mesh.axis_names)) if at not in used]
-    table = np.sort(owners.transpose([*copies, *used]).reshape(math.prod(mesh.axis_sizes[at] for at in copies), -1), 0)
+    copies = [axis for axis in mesh.axis_names if axis not in leaf.used_axes]
+    table = np.sort(mesh.owners(copies), axis=0)
     return int(table.shape[1] + np.count_nonzero(np.diff(table, axis=0)))

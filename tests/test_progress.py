@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import pty
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from orbax_ext import progress
 from orbax_ext.progress import Snapshot, Tracker, clock
+from orbax_ext.recording import Recorder
 
 MB = 1_000_000
 
@@ -59,6 +63,26 @@ def test_before_anything_is_read_there_is_no_rate_and_no_slowest_reader() -> Non
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0.4, "0:00"), (75, "1:15"), (3725.2, "1:02:05")])
 def test_durations_read_like_a_clock(seconds: float | None, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_an_event_loop_that_was_interrupted_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LOG_EVERY", 0.05)
+    before = set(threading.enumerate())
+
+    async def interrupted() -> None:
+        with progress.shown(True, Recorder()):
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    kept = loop.create_task(interrupted())  # as a caller's traceback may keep it
+    loop.call_later(0.2, loop.stop)
+    loop.run_forever()
+    (ticker,) = set(threading.enumerate()) - before
+    loop.close()
+    ticker.join(10)
+    assert not ticker.is_alive()
+    assert not kept.done()
+    kept.get_coro().close()
 
 
 SCRIPT = """

@@ -2,9 +2,9 @@
 
     python -m tools.matrix [--only 0.12.8 ...] [--python 3.13=/path/to/python3.13] [--minutes 10] [--table]
 
-An environment for each Python and JAX is made under build/, in which only Orbax changes; the next one replaces it.
-Results are kept in build/matrix.json, so a run that was interrupted goes on where it stopped; a result counts only for
-the sources that it was made with.
+There is an environment for each Python and JAX under build/, in which only Orbax changes. Results are kept in
+build/matrix.json, so a run that was interrupted goes on where it stopped; a result counts only for the sources that it
+was made with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import pathlib
-import shutil
 import subprocess
 import sys
 import time
@@ -102,12 +101,23 @@ def run_all(wanted: Iterable[Cell], pythons: dict[str, str], digest: str, minute
 
 
 def environment(cell: Cell, python: str) -> pathlib.Path:
-    """A directory for an environment with this Python and JAX: the one that is there, or a new one in its place."""
+    """The directory of the environment with this Python and JAX, made if it is not there."""
     home = ENVIRONMENTS / f"{cell.python}-{cell.jax}"
     if not home.exists():
-        shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
         run(python, "-m", "venv", str(home))
     return home
+
+
+def install(cell: Cell, home: pathlib.Path) -> None:
+    """Puts the combination into its environment: everything the first time, only Orbax after that."""
+    python, whole, constraints = str(home / "bin" / "python"), home / "whole", home / "constraints.txt"
+    constraints.write_text("\n".join(pins(cell)) + "\n")
+    packages = [f"orbax-checkpoint=={cell.orbax}", *_UNDECLARED.get(cell.orbax, ())]
+    if not whole.exists():
+        packages += ["-e", ".[test,s3]"]
+    run(python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
+    whole.touch()
+    run(python, "-c", _VERIFY, cell.orbax, cell.jax, cell.python)
 
 
 def test(cell: Cell, home: pathlib.Path) -> dict[str, Any]:
@@ -117,16 +127,8 @@ def test(cell: Cell, home: pathlib.Path) -> dict[str, Any]:
     report, log = home / "report.xml", RESULTS.parent / "matrix-logs" / f"{cell.key.replace(', ', '_')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    constraints = home / "constraints.txt"
-    constraints.write_text("\n".join(pins(cell)) + "\n")
-    whole = home / "whole"
-    packages = [f"orbax-checkpoint=={cell.orbax}", *_UNDECLARED.get(cell.orbax, ())]
     try:
-        if not whole.exists():
-            packages += ["-e", ".[test,s3]"]
-        run(python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
-        whole.touch()
-        run(python, "-c", _VERIFY, cell.orbax, cell.jax, cell.python)
+        install(cell, home)
         with log.open("w") as output:
             command = [python, "-m", "pytest", *_TESTS, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             subprocess.run(command, cwd=releases.ROOT, stdout=output, stderr=output, timeout=_LIMIT, check=False)

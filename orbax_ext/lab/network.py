@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Self
 
+PREFIX = f"oxe{os.getpid()}"  # of this process's namespaces
+
 _FABRIC = "10.98.0"
 _STORAGE = "10.97.0"
 _STORE = 2  # last number of the storage server's addresses; hosts have _FIRST and up
@@ -42,7 +44,6 @@ class Network:
         self.hosts = hosts
         self.links = links
         self._root = root
-        self._prefix = f"oxe{os.getpid()}"
         self._state = pathlib.Path(tempfile.mkdtemp(prefix="orbax_ext_net_"))
         self._server: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +59,7 @@ class Network:
 
     def command_prefix(self, rank: int) -> Sequence[str]:
         """Words that start a command on a host, with the host's own name: gloo binds to what the name resolves to."""
-        name = self._host(rank)
+        name = self.namespace_of(rank)
         script = 'hostname "$0"; exec "$@"'
         return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, f"h{rank}")
 
@@ -89,10 +90,12 @@ class Network:
             _ip("-n", self._switch, "link", "set", bridge, "up")
         names = [f"{_FABRIC}.{_FIRST + rank} h{rank}" for rank in range(self.hosts)]
         for rank in range(self.hosts):
-            self._namespace(self._host(rank), names)
-            self._link(self._host(rank), f"f{rank}", "fabric", f"{_FABRIC}.{_FIRST + rank}", self.links.fabric)
+            self._namespace(self.namespace_of(rank), names)
+            self._link(self.namespace_of(rank), f"f{rank}", "fabric", f"{_FABRIC}.{_FIRST + rank}", self.links.fabric)
             if not self.links.shared:
-                self._link(self._host(rank), f"s{rank}", "storage", f"{_STORAGE}.{_FIRST + rank}", self.links.storage)
+                self._link(
+                    self.namespace_of(rank), f"s{rank}", "storage", f"{_STORAGE}.{_FIRST + rank}", self.links.storage
+                )
         self._namespace(self._store, [])
         where, subnet = ("fabric", _FABRIC) if self.links.shared else ("storage", _STORAGE)
         self._link(self._store, "st", where, f"{subnet}.{_STORE}", self.links.storage_total)
@@ -149,21 +152,21 @@ class Network:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(5)
             self._server.kill()
-        for name in (*map(self._host, range(self.hosts)), self._store, self._switch):
+        for name in (*map(self.namespace_of, range(self.hosts)), self._store, self._switch):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
             shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
         shutil.rmtree(self._state, ignore_errors=True)
 
-    def _host(self, rank: int) -> str:
-        return f"{self._prefix}-h{rank}"
+    def namespace_of(self, rank: int) -> str:
+        return f"{PREFIX}-h{rank}"
 
     @property
     def _store(self) -> str:
-        return f"{self._prefix}-store"
+        return f"{PREFIX}-store"
 
     @property
     def _switch(self) -> str:
-        return f"{self._prefix}-switch"
+        return f"{PREFIX}-switch"
 
 
 def why_not() -> str:
@@ -173,7 +176,7 @@ def why_not() -> str:
     missing = [command for command in ("ip", "tc", "nginx", "unshare") if shutil.which(command) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"
-    probe = f"oxe{os.getpid()}-probe"
+    probe = f"{PREFIX}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
     return made.stderr.strip() if made.returncode else ""

@@ -36,31 +36,38 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """Many small leaves, dealt out to the replicas whole; each replica's share is one vector of words."""
+    """Many small leaves, dealt out to the replicas whole, that travel as vectors of words.
+
+    Either each replica's share is a vector and all are gathered, or there is one vector for all shares, zero but for a
+    replica's own, and they are summed: a sum costs twice the bytes, but pads nothing.
+    """
 
     shares: tuple[tuple[int, ...], ...]  # for each replica, the leaves that it reads
-    words: int  # of the largest share; the others are padded
+    words: int  # of a replica's vector; if gathered, shorter shares are padded
+    summed: bool = False
 
     @property
     def leaves(self) -> tuple[int, ...]:
         return tuple(leaf for share in self.shares for leaf in share)
+
+    def places(self, sizes: Mapping[int, int]) -> Iterator[tuple[int, int, int, int]]:
+        """(replica, leaf, row, byte offset) for each leaf in the vectors that arrive; `sizes` are block bytes."""
+        at = 0
+        for replica, share in enumerate(self.shares):
+            at = at if self.summed else 0
+            for leaf in share:
+                yield replica, leaf, 0 if self.summed else replica, at
+                at += _padded(sizes[leaf])
 
 
 Bundle = Sum | Stack | Pack
 
 
 def make_pack(shares: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> Pack:
-    """A pack of the given shares; `sizes` are the leaves' block bytes."""
-    longest = max(sum(_padded(sizes[leaf]) for leaf in share) for share in shares)
-    return Pack(shares, longest // _WORD)
-
-
-def offsets(share: tuple[int, ...], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """(leaf, byte offset) for each leaf of a share, in its replica's vector."""
-    at = 0
-    for leaf in share:
-        yield leaf, at
-        at += _padded(sizes[leaf])
+    """A pack of the given shares, the way that moves fewer bytes; `sizes` are the leaves' block bytes."""
+    lengths = [sum(_padded(sizes[leaf]) for leaf in share) for share in shares]
+    summed = len(shares) * max(lengths) > 2 * sum(lengths)
+    return Pack(shares, (sum(lengths) if summed else max(lengths)) // _WORD, summed)
 
 
 def _padded(size: int) -> int:

@@ -99,10 +99,13 @@ class Costs:
                     reads += mine > 0
                     received += shares.summed * size
                     continue
-                piece = bundle.words * _WORD if isinstance(bundle, Pack) else size / shares.replicas
                 read += shares.devices * size / shares.replicas
-                reads += len(bundle.leaves) / shares.replicas if isinstance(bundle, Pack) else 1
-                received += shares.gathered * piece
+                if not isinstance(bundle, Pack):
+                    reads += 1
+                    received += shares.gathered * size / shares.replicas
+                    continue
+                reads += len(bundle.leaves) / shares.replicas
+                received += (shares.summed if bundle.summed else shares.gathered) * bundle.words * _WORD
         return _load(read, received, reads, len(groups))
 
     def direct(self, leaves: Iterable[int]) -> Load:
@@ -128,7 +131,7 @@ class Costs:
     def _blocks_of(self, mesh: int, used: frozenset[str]) -> np.ndarray:
         """How many different blocks each process holds of a leaf that uses these axes."""
         if (mesh, used) not in self._blocks:
-            table = _owners(self._meshes[mesh], [axis for axis in self._meshes[mesh].axis_names if axis not in used])
+            table = self._meshes[mesh].owners([axis for axis in self._meshes[mesh].axis_names if axis not in used])
             holders, _ = _holdings(table, self._processes)
             self._blocks[mesh, used] = np.bincount(holders, minlength=self._processes)[: self._processes]
         return self._blocks[mesh, used]
@@ -138,7 +141,7 @@ class _Shares:
     """For one mesh and its replica axes, how often a byte of each replica's piece is on a link of each process."""
 
     def __init__(self, mesh: MeshInfo, axes: Sequence[str], processes: int) -> None:
-        self._table = _owners(mesh, axes)
+        self._table = mesh.owners(axes)
         self._processes = processes
         self.replicas = len(self._table)
         self.devices = np.bincount(self._table.ravel(), minlength=processes)[:processes]
@@ -152,14 +155,6 @@ class _Shares:
     def of_replica(self, replica: int) -> np.ndarray:
         """How many devices of one replica each process has."""
         return np.bincount(self._table[replica], minlength=self._processes)[: self._processes]
-
-
-def _owners(mesh: MeshInfo, first: Sequence[str]) -> np.ndarray:
-    """The processes that own the mesh's devices, with a row for each position along the axes `first`."""
-    positions = [mesh.axis_names.index(axis) for axis in first]
-    rest = [at for at in range(len(mesh.axis_names)) if at not in positions]
-    owners = np.array(mesh.processes).reshape(mesh.axis_sizes)
-    return owners.transpose([*positions, *rest]).reshape(math.prod(mesh.axis_sizes[at] for at in positions), -1)
 
 
 def _holdings(table: np.ndarray, processes: int) -> tuple[np.ndarray, np.ndarray]:

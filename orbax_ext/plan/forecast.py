@@ -47,7 +47,7 @@ def forecast(
     """What a restore of these leaves would do, with so much memory free on each device."""
     options = Options(strategy=strategy, replica_axis=replica_axis)
     state = sum(leaf.block_bytes for leaf in leaves)
-    limit = memory.limit(options, state, free)
+    limit = memory.limit(options, state, planner.largest_stack(leaves, [mesh]), free)
     group = memory.group_bytes(limit)
     plan = planner.make_plan(leaves, [mesh], options, processes=processes, budget=group)
     if strategy == "auto":

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from orbax_ext.options import Options
 from orbax_ext.plan import bundles
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.slicing import slices
+from orbax_ext.plan.slicing import lanes_of, slices
 from orbax_ext.plan.splitting import part_shape, split
 from orbax_ext.plan.topology import MeshInfo, infer_axes, resolve_axes
 
 _SMALL = 128 << 10  # bytes of one replica's piece below which leaves are packed: an operand of their own costs more
-_LONELY = 4 << 20  # bytes above which a leaf without equals is summed rather than packed: padding would cost more
+_LARGE = 4 << 20  # bytes of a block above which it is not, however many replicas there are to cut it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,17 @@ def make_plan(
             made = _spread({index: items[index] for index in chosen}, sizes, budget)
         groups += _groups(mesh, axes, made, items, budget)
     return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
+
+
+def largest_stack(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
+    """Bytes per device of the largest leaves that only travel together, one for each replica, in their chunks."""
+    most = 0
+    for leaf in leaves:
+        if leaf.mesh is not None and not leaf.direct_because:
+            axes = {axis: meshes[leaf.mesh].sizes[axis] for axis in infer_axes(meshes[leaf.mesh], leaf.used_axes)}
+            lanes = lanes_of(leaf, axes)
+            most = max(most, leaf.block_bytes * lanes if lanes > 1 else 0)
+    return most
 
 
 def digest(value: object) -> str:
@@ -151,7 +162,7 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
     for index, leaf in leaves.items():
         assigned = split(leaf.block, leaf.chunk, axes)
         part = part_shape(leaf.block, assigned, axes)
-        if not leaf.block or math.prod(part) * leaf.itemsize < _SMALL:
+        if not leaf.block or (math.prod(part) * leaf.itemsize < _SMALL and leaf.block_bytes <= _LARGE):
             small.append(index)
             continue
         splits[index] = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
@@ -162,10 +173,11 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
         cut = splits[indices[0]]
         lanes = tuple(axis for axis in axes if axis not in dict(cut))
         count = math.prod(axes[lane] for lane in lanes)
-        whole = len(indices) - len(indices) % count
+        # Rather one leaf at a time than more under way than there is room for.
+        whole = 0 if count * leaves[indices[0]].block_bytes > budget and lanes else len(indices) - len(indices) % count
         made += [bundles.Stack(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
         for index in indices[whole:]:
-            (lonely if leaves[index].block_bytes > _LONELY else small).append(index)
+            (lonely if leaves[index].block_bytes > _LARGE else small).append(index)
     replicas = math.prod(axes.values())
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
     load = [0] * replicas  # over all that is dealt out whole; what is cut is the same for all

@@ -18,11 +18,11 @@ def slices(leaf: Leaf, index: int, axes: Mapping[str, int], most: int) -> list[L
     """
     if not leaf.divisible or leaf.chunk is None or leaf.block_bytes <= most:
         return []
-    together = leaf.block_bytes * _lanes(leaf, axes)
+    together = leaf.block_bytes * lanes_of(leaf, axes)
     best: tuple[tuple[bool, int, int], int, int] | None = None
     for dim, count in _ways(leaf):
         one = leaf.slice(Part(index, dim, 0, leaf.block[dim] // count))
-        lanes = _lanes(one, axes)
+        lanes = lanes_of(one, axes)
         if count % lanes:  # the last ones would have nobody to travel with
             continue
         size = one.block_bytes * lanes
@@ -48,7 +48,7 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // each for each in small)}))
 
 
-def _lanes(leaf: Leaf, axes: Mapping[str, int]) -> int:
+def lanes_of(leaf: Leaf, axes: Mapping[str, int]) -> int:
     """How many such leaves travel together, so that every replica has something to read."""
     assigned = split(leaf.block, leaf.chunk, axes)
     return math.prod(size for axis, size in axes.items() if axis not in assigned)

@@ -25,11 +25,17 @@ class MeshInfo:
         """How many replicas the given axes make."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def crosses_processes(self, axes: Collection[str]) -> bool:
+    def owners(self, axes: Sequence[str]) -> np.ndarray:
+        """The processes of all devices, as a table with a row for each place along the given axes."""
+        first = [self.axis_names.index(axis) for axis in axes]
+        rest = [at for at in range(len(self.axis_names)) if at not in first]
+        by_axis = np.array(self.processes).reshape(self.axis_sizes)
+        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[at] for at in first), -1)
+
+    def crosses_processes(self, axes: Sequence[str]) -> bool:
         """Whether the copies along the given axes are on more than one process."""
-        owners = np.array(self.processes).reshape(self.axis_sizes)
-        positions = tuple(self.axis_names.index(axis) for axis in axes)
-        return bool(np.any(owners.min(axis=positions) != owners.max(axis=positions)))
+        table = self.owners(axes)
+        return bool(np.any(table.min(axis=0) != table.max(axis=0)))
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{name}={size}" for name, size in self.sizes.items()) + ")"

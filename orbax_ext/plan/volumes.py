@@ -93,7 +93,8 @@ def _count_group(group: Group, plan: RestorePlan, layout: _Layout, tally: _Tally
                 for index in share:
                     leaf = plan.items[index]
                     tally.read(index, *layout.reads_of_replica(_box(leaf, leaf.spec), group.axes, replica))
-            arriving += bundle.words * _WORD * len(bundle.shares)
+                    summed[replica] += leaf.block_bytes if bundle.summed else 0
+            arriving += 0 if bundle.summed else bundle.words * _WORD * len(bundle.shares)
     tally.receive(layout.gathered(group.axes) * arriving)
     for reader, size in summed.items():
         tally.receive(layout.devices * size, layout.beside_replica(group.axes, reader), size)

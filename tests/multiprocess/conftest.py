@@ -17,22 +17,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _begin_what_waits(request: pytest.FixtureRequest) -> None:
-    if any(map(_mostly_waits, request.session.items)):
-        request.getfixturevalue("late_restores")
+    for name in sorted({name for item in request.session.items for name in _waits(item)}):
+        request.getfixturevalue(name)
 
 
 def _mostly_waits(item: pytest.Item) -> bool:
-    return "late_restores" in getattr(item, "fixturenames", ())
+    return bool(_waits(item))
+
+
+def _waits(item: pytest.Item) -> set[str]:
+    return {"stock_late_restore", "our_late_restore"} & set(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
-def late_restores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lab.Run]]:
-    """Restores with a late reader, under way: "stock" Orbax's and "ours", on clusters of their own."""
-    path = str(tmp_path_factory.mktemp("late") / "checkpoint")
-    with lab.Cluster(4, 4) as stock, lab.Cluster(4, 4) as ours:
-        ours.run(world.save, path, world.STATE, late_reader.MESH)
-        clusters = {"stock": stock, "ours": ours}
-        yield {how: cluster.submit(late_reader.restore, path, how) for how, cluster in clusters.items()}
+def stock_late_restore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Run]:
+    """Stock Orbax's restore with a late reader, under way on a cluster of its own."""
+    with lab.Cluster(4, 4) as running:
+        yield _begin_late_restore(running, str(tmp_path_factory.mktemp("late")), "stock")
+
+
+@pytest.fixture(scope="session")
+def our_late_restore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Run]:
+    """The same with orbax_ext."""
+    with lab.Cluster(4, 4) as running:
+        yield _begin_late_restore(running, str(tmp_path_factory.mktemp("late")), "ours")
+
+
+def _begin_late_restore(running: lab.Cluster, path: str, how: str) -> lab.Run:
+    running.run(world.save, f"{path}/checkpoint", world.STATE, late_reader.MESH)
+    return running.submit(late_reader.restore, f"{path}/checkpoint", how)
 
 
 @pytest.fixture(scope="session")

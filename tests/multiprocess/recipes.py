@@ -82,13 +82,13 @@ def check(path: str, recipe: Recipe) -> plain.Comparison:
 @contextlib.contextmanager
 def _limits(large_from: int | None) -> Iterator[None]:
     """Lets tiny leaves travel as large ones do; large ones would take too long."""
-    before = planner._SMALL, planner._LONELY
+    before = planner._SMALL, planner._LARGE
     if large_from is not None:
-        planner._SMALL = planner._LONELY = large_from
+        planner._SMALL = planner._LARGE = large_from
     try:
         yield
     finally:
-        planner._SMALL, planner._LONELY = before
+        planner._SMALL, planner._LARGE = before
 
 
 def _save(path: str, recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from orbax_ext import lab
 from tests.multiprocess import doors, plain
 
 # One of each API in every release; those that share its way in are left to the oldest and the newest.
-CORE = ("standard_checkpointer", "v1_load", "v1_own_context_with_load_and_broadcast", "v1_training_checkpointer")
+CORE = ("v1_load", "v1_own_context_with_load_and_broadcast", "v1_training_checkpointer")
 
 
 @pytest.fixture(scope="module")

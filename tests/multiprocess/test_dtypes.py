@@ -38,7 +38,6 @@ def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Clust
     assert world.all_of(cluster.run(save_and_restore, path, _all(STORABLE), "ours", strategy=strategy)) == []
 
 
-@pytest.mark.core
 def test_the_exchange_carries_every_dtype_that_jax_has(cluster: lab.Cluster) -> None:
     assert world.all_of(cluster.run(exchange_all, [*PLAIN, *WIDE, *TINY, *FLOAT8])) == []
 

@@ -6,10 +6,12 @@ import pytest
 
 from orbax_ext import lab
 
-pytestmark = pytest.mark.core
+
+def test_a_reader_45_s_late_breaks_stock_orbax(stock_late_restore: lab.Run) -> None:
+    assert not all(outcome.ok for outcome in stock_late_restore.outcomes(120, grace=1))
 
 
-def test_a_reader_45_s_late_breaks_stock_orbax_and_not_ours(late_restores: dict[str, lab.Run]) -> None:
-    outcomes = late_restores["ours"].outcomes(180)
+@pytest.mark.core
+def test_a_reader_45_s_late_is_waited_for_by_ours(our_late_restore: lab.Run) -> None:
+    outcomes = our_late_restore.outcomes(180)
     assert [outcome.value for outcome in outcomes] == [[]] * 4, "\n".join(map(str, outcomes))
-    assert not all(outcome.ok for outcome in late_restores["stock"].outcomes(60, grace=1))

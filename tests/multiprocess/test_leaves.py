@@ -35,7 +35,6 @@ def test_a_mesh_that_leaves_processes_out_is_refused_on_all_of_them(small_cluste
     assert all("process 2" in message and "no addressable shards" in message for message, _ in found)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["one_dimensional_mesh", "fully_sharded"])
 def test_one_process_that_cannot_read_fails_all_with_the_type_of_its_error(
     small_cluster: lab.Cluster, path: str, name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbax_ext import lab
+from tests.faults import injection
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
 
@@ -35,6 +36,16 @@ def test_stock_orbax_fails_under_set_mesh_on_readers_and_on_the_others(
     outcomes = cluster.outcomes(world.restore, saved, world.STATE, how="stock", context="set_mesh", knobs=knobs)
     failed = ["incompatible devices" in str(outcome) for outcome in outcomes]
     assert failed == [orbax < (0, 11, 40)] * 4  # mended upstream in 0.11.40
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("strategy", world.STRATEGIES)
+def test_a_read_error_of_one_process_is_raised_by_all_and_names_it(
+    cluster: lab.Cluster, saved: str, strategy: str
+) -> None:
+    for outcome in cluster.outcomes(restore_with_a_bad_disk, saved, 0, {"replica_axis": "dp", "strategy": strategy}):
+        assert "RestoreFailedError: restore failed on 1 process:\n  process 0 (" in str(outcome)
+        assert "OSError: the disk is gone" in str(outcome)
 
 
 GEOMETRIES = {
@@ -78,13 +89,20 @@ def test_any_replica_may_be_the_one_that_reads(cluster: lab.Cluster, saved: str,
 
 
 def test_a_small_memory_limit_makes_several_groups(cluster: lab.Cluster, saved: str) -> None:
-    groups = cluster.run(restore_and_count_groups, saved, {"replica_axis": "dp", "broadcast_memory_limit_bytes": 600})
-    assert groups == [6] * 4
+    large, small = (_groups(cluster, saved, limit) for limit in (1 << 30, 600))
+    assert large < small
 
 
 @pytest.mark.core
 def test_processes_with_different_limits_agree_on_the_smallest(cluster: lab.Cluster, saved: str) -> None:
-    assert cluster.run(restore_with_limits_of_their_own, saved) == [6] * 4
+    assert cluster.run(restore_with_limits_of_their_own, saved) == [_groups(cluster, saved, 600)] * 4
+
+
+def _groups(cluster: lab.Cluster, saved: str, limit: int) -> int:
+    """In how many groups all processes restore with this limit."""
+    found = cluster.run(restore_and_count_groups, saved, {"replica_axis": "dp", "broadcast_memory_limit_bytes": limit})
+    assert len(set(found)) == 1, found
+    return int(found[0])
 
 
 def test_half_a_replica_on_each_process(half_cluster: lab.Cluster, path: str) -> None:
@@ -116,6 +134,11 @@ def _divisible(mesh: MeshSpec) -> dict[str, Spec]:
 
 
 # Run on the processes.
+
+
+def restore_with_a_bad_disk(path: str, rank: int, knobs: dict[str, object]) -> None:
+    with injection.on(rank, injection.read_error):
+        world.restore(path, world.STATE, knobs=knobs)
 
 
 def restore_and_count_reads(path: str, knobs: dict[str, object]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,6 @@ def kept(team: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("strategy", ["spread", "direct"])
 def test_what_is_restored_well_passes(team: lab.Cluster, kept: str, strategy: str) -> None:
     knobs = {**KNOBS, "strategy": strategy}
@@ -52,7 +51,7 @@ def test_digests_beside_a_checkpoint_are_no_step(kept: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "leaf", "box"),
     [
-        pytest.param(2, "tied", "[4:8, :]", marks=pytest.mark.core),
+        (2, "tied", "[4:8, :]"),
         (0, "mask", "[:]"),
         (2, "nested", "[:, 3:6]"),
         (0, "nested", "[:, 3:6]"),
@@ -66,6 +65,16 @@ def test_a_replica_that_differs_is_named_with_leaf_and_box(
     text = texts.pop()
     assert text.startswith(f"RestoreFailedError: restore failed on 1 process:\n  process {rank} (")
     assert f"in phase 'verify': ValueError: leaf {leaf!r}, box {box}: digest" in text
+
+
+@pytest.mark.core
+def test_on_the_reporters_mesh_what_is_good_passes_and_a_replica_that_differs_is_named(
+    cluster: lab.Cluster, saved: str
+) -> None:
+    assert world.all_of(cluster.run(world.restore, saved, world.STATE, knobs=KNOBS)) == []
+    for outcome in cluster.outcomes(restore_and_damage, saved, "layer_0", [2], specs=world.STATE, mesh=world.REPORTERS):
+        assert "process 2 (" in str(outcome)
+        assert "in phase 'verify': ValueError: leaf 'layer_0', box [896:1024, :]: digest" in str(outcome)
 
 
 def test_what_differs_from_the_stored_digests_on_all_replicas_is_found(team: lab.Cluster, kept: str) -> None:
@@ -107,9 +116,16 @@ def test_the_command_tells_good_damaged_and_unknown_apart(
 # Run on the processes.
 
 
-def restore_and_damage(path: str, leaf: str, ranks: list[int], verify: bool = True) -> None:
+def restore_and_damage(
+    path: str,
+    leaf: str,
+    ranks: list[int],
+    verify: bool = True,
+    specs: Mapping[str, Spec] = STATE,
+    mesh: MeshSpec = MESH,
+) -> None:
     with damaging(leaf, ranks):
-        assert world.restore(path, STATE, MESH, knobs={**KNOBS, "verify": verify}) == []
+        assert world.restore(path, specs, mesh, knobs={**KNOBS, "verify": verify}) == []
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from orbax_ext.lab.bench import plots, results, work
 from orbax_ext.lab.bench.scenarios import Scenario, scenarios
 
 _LIMIT = 600.0  # seconds for one restore
+_LONG = 75.0  # seconds after which two runs are enough
 _OLDEST = "stock 0.11.33"
 _WAYS = ("plain", "stock", _OLDEST, "single", "spread", "auto")
 
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     for number, scenario in enumerate(chosen):
         print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
         ways = [peer for peer in peers if peer != _OLDEST or scenario.oldest]
-        new = _run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
+        new = run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
         found += new
         print(f"\n{results.table(scenario, new)}\n", flush=True)
         (args.out / "results.json").write_text(json.dumps(results.to_json(found, _about(unshaped)), indent=1))
@@ -60,7 +61,8 @@ def _write(chosen: list[Scenario], found: list[results.Result], out: pathlib.Pat
     print("Wrote", *(str(path) for path in (out / "results.json", out / "table.md", *drawn)))
 
 
-def _run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, unshaped: str) -> list[results.Result]:
+def run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, unshaped: str) -> list[results.Result]:
+    """Restores a scenario by each way; `unshaped` says why links can't be shaped, if so."""
     with tempfile.TemporaryDirectory(prefix="orbax_ext_bench_") as folder:
         root = pathlib.Path(folder)
         path = str(root / "checkpoint")
@@ -70,7 +72,9 @@ def _run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, 
             found = []
             for peer in peers:
                 with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
-                    runs = [_measure(scenario, path, peer, cluster, net) for _ in range(repeat)]
+                    runs: list[results.Run] = []
+                    while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                        runs.append(_measure(scenario, path, peer, cluster, net))
                 found.append(results.result(scenario, peer, runs))
                 print(f"  {peer:14} {_in_words(runs)}", flush=True)
             return found

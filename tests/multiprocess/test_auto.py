@@ -1,0 +1,85 @@
+"""`auto` takes the faster way; and what is under way stays within the limit, as measured."""
+
+from __future__ import annotations
+
+import pytest
+
+import orbax_ext
+from orbax_ext import lab
+from orbax_ext.lab import memory
+from tests.multiprocess import world
+from tests.multiprocess.world import MeshSpec, P, Spec
+
+MIB = 1 << 20
+MESH = MeshSpec((4, 2), ("dp", "tp"))
+STATE = {f"layer_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)}
+HOST_BYTES = 8 * 16 * MIB
+
+
+@pytest.fixture(scope="module")
+def layers(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("layers") / "checkpoint")
+    small_cluster.run(world.save, path, STATE, MESH)
+    return path
+
+
+@pytest.mark.parametrize(("storage", "fabric", "way"), [(0.3, 1.6, "spread"), (0.3, 0.01, "direct")])
+def test_the_faster_way_by_the_given_bandwidths_is_taken(
+    small_cluster: lab.Cluster, layers: str, storage: float, fabric: float, way: str
+) -> None:
+    knobs = {"strategy": "auto", "storage_gbps": storage, "fabric_gbps": fabric}
+    for found in small_cluster.run(restore_and_tell_ways, layers, knobs):
+        assert {how.partition(":")[0] for how in found} == {way}
+        assert all("s expected" in how and "given" in how for how in found)
+
+
+def test_bandwidths_are_measured_where_none_are_given(small_cluster: lab.Cluster, layers: str) -> None:
+    first, *others = small_cluster.run(restore_and_tell_ways, layers, {"strategy": "auto"})
+    assert others == [first] * 3  # all decide alike
+    assert any("MB/s a process, measured" in how for how in first)
+
+
+def test_processes_that_are_given_other_bandwidths_do_not_agree(small_cluster: lab.Cluster, layers: str) -> None:
+    for outcome in small_cluster.outcomes(restore_with_bandwidths_of_their_own, layers):
+        assert outcome.failure is not None
+        assert outcome.failure.type == "PlanMismatchError"
+        assert "bandwidths" in outcome.failure.message
+
+
+@pytest.mark.parametrize("strategy", world.STRATEGIES)
+def test_what_is_under_way_keeps_to_the_limit(small_cluster: lab.Cluster, layers: str, strategy: str) -> None:
+    knobs = {"strategy": strategy, "replica_axis": "dp", "stall_timeout": 60}
+    tight, loose = (
+        max(small_cluster.run(restore_and_measure, layers, {**knobs, "broadcast_memory_limit_bytes": limit}))
+        for limit in (16 * MIB, 1 << 30)
+    )
+    slack = 64 * MIB  # the allocator's, and what compiling takes
+    assert tight <= HOST_BYTES + 2 * 16 * MIB + slack
+    assert loose > tight
+
+
+# Run on the processes.
+
+
+def restore_and_tell_ways(path: str, knobs: dict[str, object]) -> list[str]:
+    assert world.restore(path, STATE, MESH, knobs=knobs) == []
+    report = orbax_ext.last_report()
+    assert report is not None
+    return sorted(report.strategy.values())
+
+
+def restore_with_bandwidths_of_their_own(path: str) -> None:
+    import jax
+
+    knobs = {"strategy": "auto", "storage_gbps": 1.0 + jax.process_index(), "fabric_gbps": 1.0}
+    world.restore(path, STATE, MESH, knobs=knobs)
+
+
+def restore_and_measure(path: str, knobs: dict[str, object]) -> int:
+    import orbax.checkpoint as ocp
+
+    abstract = world.abstract_state(STATE, MESH.make())
+    args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
+    with world.handler("ours", knobs), ocp.CheckpointManager(path) as manager:
+        manager.restore(0, args=args)  # so that what is compiled and kept does not count
+        return memory.peak_growth(lambda: manager.restore(0, args=args))
