@@ -71,10 +71,13 @@ def run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, u
         with contextlib.nullcontext() if unshaped else network.Network(scenario.hosts, scenario.links, root) as net:
             found = []
             for peer in peers:
-                with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
-                    runs: list[results.Run] = []
-                    while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                runs: list[results.Run] = []
+                while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                    # New processes each time: what one restore leaves in memory is not the next one's.
+                    with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
                         runs.append(_measure(scenario, path, peer, cluster, net))
+                    if runs[-1].error:
+                        break
                 found.append(results.result(scenario, peer, runs))
                 print(f"  {peer:14} {_in_words(runs)}", flush=True)
             return found
