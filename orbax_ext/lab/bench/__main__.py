@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {_OLDEST!r}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that hosts are removed
     chosen = [each for each in scenarios() if not args.only or each.name in args.only]
     peers = [peer for peer in args.peers if peer != _OLDEST or args.oldest]
     unshaped = network.why_not()
