@@ -17,6 +17,7 @@ from absl import logging
 from orbax_ext import meeting, report, storage, traffic
 from orbax_ext.recording import Recorder
 from orbax_ext.report import ProcessReport, RestoreReport
+from orbax_ext.scrub import scrub
 from orbax_ext.spans import Span, seconds_by_phase
 from orbax_ext.waiting import in_thread
 
@@ -38,7 +39,7 @@ def recorded() -> Iterator[Recorder]:
     try:
         yield recorder
     except BaseException as caught:
-        error = f"{type(caught).__name__}: {caught}"
+        error = scrub(f"{type(caught).__name__}: {caught}")
         raise
     finally:
         try:
@@ -55,11 +56,13 @@ async def collect(session: meeting.Session, recorder: Recorder) -> None:
     recorder.clock_offset = session.clock_offset
     try:
         handed_in = await in_thread(session.hand_in, pack(own(recorder), jax.process_count()))
-        for process, word in handed_in.items():
+    except Exception as error:  # the arrays are there: a report is not worth a restore
+        logging.warning("orbax_ext: no report of all processes: %s", scrub(str(error)))
+        return
+    for process, word in handed_in.items():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, zlib.error):  # it is missing then
             if process != jax.process_index():
                 recorder.others[process] = unpack(word)
-    except Exception as error:  # the arrays are there: a report is not worth a restore
-        logging.warning("orbax_ext: no report of all processes: %s", error)
 
 
 def own(recorder: Recorder) -> ProcessReport:
