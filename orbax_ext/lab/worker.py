@@ -23,6 +23,8 @@ _JOIN_LIMIT = 170  # below the parent's own limit, so that the reason is in the 
 def main(fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # A parent that a shell has started in the background passes on that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _exit_with_parent()
     channel: connection.Connection[Any, Any] = connection.Connection(fd)
     setup: Setup = channel.recv()
