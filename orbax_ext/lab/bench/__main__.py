@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,15 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="+", choices=_WAYS, default=_WAYS, help="some of the ways to restore")
     parser.add_argument("--repeat", type=int, help="times that each restore is run, instead of the scenario's own")
     parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {_OLDEST!r}")
+    parser.add_argument("--keep", action="store_true", help="keep what is there of the scenarios that are not run now")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that hosts are removed
     chosen = [each for each in scenarios() if not args.only or each.name in args.only]
     peers = [peer for peer in args.peers if peer != _OLDEST or args.oldest]
     unshaped = network.why_not()
     if unshaped:
         print(f"Links are not shaped, all hosts share this machine's disk and loopback: {unshaped}.")
     args.out.mkdir(parents=True, exist_ok=True)
-    found: list[results.Result] = []
+    found = _earlier(args.out / "results.json", chosen) if args.keep else []
     for number, scenario in enumerate(chosen):
         print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
         ways = [peer for peer in peers if peer != _OLDEST or scenario.oldest]
@@ -46,12 +49,20 @@ def main(argv: list[str] | None = None) -> int:
         found += new
         print(f"\n{results.table(scenario, new)}\n", flush=True)
         (args.out / "results.json").write_text(json.dumps(results.to_json(found, _about(unshaped)), indent=1))
-    _write(chosen, found, args.out)
+    _write(found, args.out)
     return 0 if all(each.exact for each in found if each.peer not in results.PEERS and not each.failed) else 1
 
 
-def _write(chosen: list[Scenario], found: list[results.Result], out: pathlib.Path) -> None:
-    parts = [results.table(each, [one for one in found if one.scenario == each.name]) for each in chosen]
+def _earlier(path: pathlib.Path, chosen: list[Scenario]) -> list[results.Result]:
+    anew = {scenario.name for scenario in chosen}
+    return [each for each in results.from_json(json.loads(path.read_text())) if each.scenario not in anew]
+
+
+def _write(found: list[results.Result], out: pathlib.Path) -> None:
+    order = [scenario.name for scenario in scenarios()]
+    found.sort(key=lambda each: order.index(each.scenario))
+    shown = [scenario for scenario in scenarios() if any(each.scenario == scenario.name for each in found)]
+    parts = [results.table(each, [one for one in found if one.scenario == each.name]) for each in shown]
     (out / "table.md").write_text("\n\n".join([*parts, results.LEGEND]) + "\n")
     try:
         drawn = plots.draw(found, out)
@@ -71,10 +82,13 @@ def run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, u
         with contextlib.nullcontext() if unshaped else network.Network(scenario.hosts, scenario.links, root) as net:
             found = []
             for peer in peers:
-                with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
-                    runs: list[results.Run] = []
-                    while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                runs: list[results.Run] = []
+                while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                    # New processes each time: what one restore leaves in memory is not the next one's.
+                    with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
                         runs.append(_measure(scenario, path, peer, cluster, net))
+                    if runs[-1].error:
+                        break
                 found.append(results.result(scenario, peer, runs))
                 print(f"  {peer:14} {_in_words(runs)}", flush=True)
             return found

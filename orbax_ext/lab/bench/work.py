@@ -111,7 +111,9 @@ def _handler(scenario: Scenario, peer: str) -> Any:
         return ocp.type_handlers.ArrayHandler(array_metadata_store=compat.ArrayMetadataStore())
     if peer.startswith("stock"):
         at = [axis for axis, _ in scenario.mesh].index(scenario.replica_axis)
-        return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at)
+        # Left to itself it takes seven times the state on every host, which is more than the machine has.
+        limit = scenario.host_bytes // scenario.devices // 4
+        return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
     return orbax_ext.BroadcastArrayHandler(strategy=peer)
 
 
