@@ -41,6 +41,7 @@ from orbax_ext.waiting import GivenUpError, StopTicking, Ticker, in_thread, watc
 _LEADER = 0
 _PREFIX = "orbax_ext"
 _PAUSES = (0.002, 0.25)  # first and longest pause of the gathering process between two looks
+_PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause for each process: few are looked for more often
 _LOG_EVERY = 30.0
 _LOOKS = 3  # looks without progress after which those who are still missing are not waited for once one has failed
 _GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
@@ -329,7 +330,7 @@ class Session:
         """Waits for every process's contribution under `home`, telling the others how it goes."""
         clock = _Clock(self._deadline)
         clock.note((0, self._advance))
-        pause, longest = _PAUSES
+        pause, longest = _PAUSES[0], min(_PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self._processes))
         looked = time.monotonic()
         before: Collection[int] = ()
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,16 +133,14 @@ sys.exit(_orbax_ext_entry.main())
     assert process.returncode == cli.EXIT_INTERRUPTED
 
 
-@pytest.mark.parametrize("words", [["inspect", "{ckpt}"], ["inspect", "--help"]], ids=["output", "help"])
-def test_a_reader_that_goes_away_is_no_error(words: list[str], ckpt: str) -> None:
-    process = start(command(*(word.format(ckpt=ckpt) for word in words)))
+def test_a_reader_that_goes_away_is_no_error(ckpt: str) -> None:
+    process = start(command("inspect", ckpt))
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    # argparse overlooks it where output is not buffered
-    assert process.wait(LIMIT) in ([cli.EXIT_BROKEN_PIPE, 0] if "--help" in words else [cli.EXIT_BROKEN_PIPE])
+    assert process.wait(LIMIT) == cli.EXIT_BROKEN_PIPE
 
 
 def wait_until_gone(group: int) -> None:
@@ -166,8 +165,11 @@ def wait_for_children(process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_paths_may_be_relative(ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(pathlib.Path(ckpt).parent)
+def test_paths_may_be_relative(
+    ckpt: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ckpt, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
     for words in (
         ["inspect", "run"],
         ["inspect", "run/0"],
@@ -176,14 +178,3 @@ def test_paths_may_be_relative(ckpt: str, monkeypatch: pytest.MonkeyPatch, capsy
         ["verify", "run/0/default"],
     ):
         assert cli.main(words) == cli.EXIT_OK, capsys.readouterr().err
-
-
-def test_verify_takes_checkpoints_on_s3(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with ocp.CheckpointManager(s3) as manager:
-        manager.save(0, args=ocp.args.StandardSave({"a": np.arange(3)}))
-        manager.wait_until_finished()
-    assert cli.main(["verify", s3]) == cli.EXIT_CANNOT_RUN
-    assert cli.main(["verify", s3, "--write"]) == cli.EXIT_OK
-    capsys.readouterr()
-    assert cli.main(["verify", s3]) == cli.EXIT_OK
-    assert "all 1 arrays have the digests that were stored" in capsys.readouterr().out

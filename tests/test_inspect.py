@@ -278,13 +278,17 @@ def test_a_database_with_many_nodes_is_listed_in_full(tmp_path: pathlib.Path) ->
     assert found["layers.3"].header == trees.ArrayHeader((9,), "float32", 4, (1,), (1,))
 
 
-def test_a_checkpoint_on_s3_is_described_as_one_on_disk(
+def test_a_checkpoint_on_s3_is_described_and_verified_as_one_on_disk(
     s3: str, saved: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(s3, steps=(12,))
     assert [(step["step"], step["committed"]) for step in look(capsys, s3)["steps"]] == [(12, True)]
     (there,), (here,) = look(capsys, f"{s3}/12")["items"], look(capsys, saved / "12")["items"]
     assert there["leaves"] == here["leaves"]
+    assert cli.main(["verify", s3]) == cli.EXIT_CANNOT_RUN
+    assert cli.main(["verify", s3, "--write"]) == cli.EXIT_OK
+    assert cli.main(["verify", s3]) == cli.EXIT_OK
+    assert "arrays have the digests that were stored" in capsys.readouterr().out
     (epath.Path(s3) / "12" / "commit_success.txt").unlink()
     assert "not a complete checkpoint" in refused(capsys, f"{s3}/12")
     assert [step["committed"] for step in look(capsys, s3, code=cli.EXIT_BAD_VERDICT)["steps"]] == [False]

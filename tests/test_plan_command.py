@@ -15,7 +15,19 @@ import pytest
 
 from orbax_ext import cli, traffic
 from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo, RestorePlan, Stack, Sum, described, forecast, make_plan, notation, volumes
+from orbax_ext.plan import (
+    Leaf,
+    MeshInfo,
+    Pack,
+    RestorePlan,
+    Stack,
+    Sum,
+    described,
+    forecast,
+    make_plan,
+    notation,
+    volumes,
+)
 from orbax_ext.plan.cost import Rates
 from tests import test_inspect
 
@@ -125,6 +137,7 @@ MESHES = {
     "replicas across processes": MeshInfo(("dp", "tp"), (2, 8), tuple(i // 4 for i in range(16))),
     "copies within a process": MeshInfo(("tp", "dp"), (4, 4), tuple(i // 4 for i in range(16))),
     "one device each": MeshInfo(("dp", "tp"), (4, 2), tuple(range(8))),
+    "more replicas than leaves": MeshInfo(("dp", "tp"), (32, 2), tuple(i // 2 for i in range(64))),
     "processes in another order": MeshInfo(("dp", "tp"), (4, 2), (1, 1, 0, 0, 3, 3, 2, 2)),
 }
 SPECS = ["P()", "P(tp)", "P(None,tp)", "P(dp)", "P((dp,tp))", "P(dp,tp)"]
@@ -163,6 +176,16 @@ def test_volumes_are_what_every_device_does_counted_one_by_one(mesh: MeshInfo, s
         assert found.leaf_needed[index] <= by_hand
     moved = [traffic.of_process(plan, [mesh], process) for process in range(processes)]
     assert found.received.tolist() == [sum(group.received for group in groups) for groups in moved]
+
+
+def test_bundles_of_every_kind_are_among_those_that_are_counted() -> None:
+    kinds: set[Any] = set()
+    for mesh in MESHES.values():
+        made = make_plan(some_leaves(mesh), [mesh], Options(), processes=max(mesh.processes) + 1, budget=1 << 22)
+        bundles = [bundle for group in made.groups for bundle in group.bundles]
+        kinds |= {(type(bundle), getattr(bundle, "summed", False)) for bundle in bundles}
+        kinds |= {"slice" for item in made.items if item.part}
+    assert kinds == {(Sum, False), (Stack, False), (Pack, False), (Pack, True), "slice"}
 
 
 def touched(plan: RestorePlan, mesh: MeshInfo, process: int) -> dict[tuple[int, tuple[int, ...]], int]:

@@ -111,8 +111,10 @@ def _handler(scenario: Scenario, peer: str) -> Any:
         return ocp.type_handlers.ArrayHandler(array_metadata_store=compat.ArrayMetadataStore())
     if peer.startswith("stock"):
         at = [axis for axis, _ in scenario.mesh].index(scenario.replica_axis)
-        # Left to itself it takes seven times the state on every host, which is more than the machine has.
-        limit = scenario.host_bytes // scenario.devices // 4
+        # Left to itself it takes seven times the state on every host: for the largest, more than the machine has.
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = 7 * scenario.host_bytes * scenario.hosts
+        limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
     return orbax_ext.BroadcastArrayHandler(strategy=peer)
 
