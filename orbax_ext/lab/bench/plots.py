@@ -59,6 +59,7 @@ def _by_scenario(results: Sequence[Result]):  # type: ignore[no-untyped-def]
     axes.set_yticks(range(len(scenarios)), scenarios)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.set_xlim(left=0.3 * min(found.limit for found in shown))
     axes.set_xlabel("seconds to restore (logarithmic); black lines: what the links allow")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[peer]) for peer in peers]
     axes.legend(
