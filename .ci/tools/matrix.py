@@ -95,13 +95,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_all(wanted: Iterable[Cell], pythons: dict[str, str], digest: str, jobs: int, deadline: float) -> None:
-    """Runs what has not passed yet: combinations of one environment one after the other, the largest ones first."""
+    """Runs what has not passed yet, combinations of one environment one after the other; a release's own JAX first."""
     left = [cell for cell in wanted if not passed(load(digest).get(cell.key))]
     shared = [list(group) for _, group in itertools.groupby(left, lambda cell: (cell.python, cell.jax))]
     saving = threading.Lock()
 
     def run_one_by_one(group: list[Cell]) -> None:
-        for cell in group:
+        for cell in sorted(group, key=lambda cell: cell.jax != made_for(cell.orbax)):
             if time.monotonic() > deadline:
                 return
             result = test(cell, environment(cell, pythons[cell.python]))
