@@ -23,6 +23,8 @@ _JOIN_LIMIT = 170  # below the parent's own limit, so that the reason is in the 
 def main(fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # A job that a shell runs in the background ignores it, and would hand that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _exit_with_parent()
     channel: connection.Connection[Any, Any] = connection.Connection(fd)
     setup: Setup = channel.recv()
