@@ -15,7 +15,7 @@
 #   make fork ORBAX=0.11.33     an installable wheel of that release with the patches, in dist/
 #   make test-fork              the forks of three releases pass what the releases fail
 #   make test-python313         the core tests on Python 3.13 with the newest JAX
-#   make test-matrix            the core tests on every release; writes the table in BUILD.md (MATRIX_ARGS="--minutes 10")
+#   make test-matrix            the core tests on every release; writes the table in BUILD.md (MATRIX_ARGS="--jobs 2")
 
 PYTHON ?= python3
 OLDEST := .venv/oldest

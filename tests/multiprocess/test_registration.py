@@ -15,10 +15,10 @@ from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
 
 ARGS = ["ArrayRestoreArgs", "SingleReplicaArrayRestoreArgs", "bare sharding", "mesh and axes", "abstract tree alone"]
+CORE = {"SingleReplicaArrayRestoreArgs", "abstract tree alone"}
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("kind", ARGS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.core if kind in CORE else ()) for kind in ARGS])
 def test_pytree_restore_works_with(cluster: lab.Cluster, saved: str, kind: str) -> None:
     assert world.all_of(cluster.run(restore_with_args, saved, kind)) == []
 
@@ -65,7 +65,6 @@ def test_a_replica_axis_of_size_1_is_read_the_ordinary_way(cluster: lab.Cluster,
     assert world.all_of(cluster.run(world.restore, saved, world.STATE, knobs={"replica_axis": "pp"})) == []
 
 
-@pytest.mark.core
 def test_the_barrier_before_a_broadcast_is_on_the_coordination_service_and_has_a_new_name_each_time(
     cluster: lab.Cluster, saved: str
 ) -> None:

@@ -15,13 +15,11 @@ from orbax_ext import lab, meeting, recording, report, timeline
 from orbax_ext.report import RestoreReport
 from tests.multiprocess import world
 
-pytestmark = pytest.mark.core
-
 LATE = 2  # the process that reads late, where one does
 KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 4 << 20}
 
 
-@pytest.mark.parametrize("strategy", world.STRATEGIES)
+@pytest.mark.parametrize("strategy", ["single", pytest.param("spread", marks=pytest.mark.core)])
 def test_process_0_has_a_report_of_all_and_the_others_of_themselves(
     cluster: lab.Cluster, saved: str, strategy: str
 ) -> None:

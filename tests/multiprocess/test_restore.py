@@ -60,12 +60,7 @@ GEOMETRIES = {
 }
 
 
-IN_CORE = "a replica spans several processes"
-
-
-@pytest.mark.parametrize(
-    "geometry", [pytest.param(name, marks=pytest.mark.core if name == IN_CORE else ()) for name in GEOMETRIES]
-)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_replicas_may_lie_anyhow_on_the_processes_and_their_axis_need_not_be_named(
     cluster: lab.Cluster, path: str, geometry: str
 ) -> None:
@@ -93,7 +88,6 @@ def test_a_small_memory_limit_makes_several_groups(cluster: lab.Cluster, saved: 
     assert large < small
 
 
-@pytest.mark.core
 def test_processes_with_different_limits_agree_on_the_smallest(cluster: lab.Cluster, saved: str) -> None:
     assert cluster.run(restore_with_limits_of_their_own, saved) == [_groups(cluster, saved, 600)] * 4
 
