@@ -23,7 +23,7 @@ _JOIN_LIMIT = 170  # below the parent's own limit, so that the reason is in the 
 def main(fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # A job that a shell runs in the background ignores it, and would hand that on.
+    # A parent that a shell has started in the background passes on that it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _exit_with_parent()
     channel: connection.Connection[Any, Any] = connection.Connection(fd)
