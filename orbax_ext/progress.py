@@ -18,8 +18,8 @@ from absl import logging
 
 from orbax_ext import workload
 from orbax_ext.recording import Recorder
-from orbax_ext.report_text import size
 from orbax_ext.waiting import StopTicking, Ticker
+from orbax_ext.words import size
 
 _BAR_EVERY = 0.2
 _LOG_EVERY = 5.0

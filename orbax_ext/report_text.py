@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from orbax_ext.words import size
+
 if TYPE_CHECKING:
     from orbax_ext.report import ProcessReport, RestoreReport
 
@@ -42,15 +44,6 @@ def table(report: RestoreReport) -> str:
     if report.error:
         lines.append(f"error: {report.error.strip().splitlines()[0]}")
     return "\n".join(lines)
-
-
-def size(count: float) -> str:
-    """Bytes as people say them."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 Value = Callable[["ProcessReport"], float | str]

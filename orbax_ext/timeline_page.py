@@ -9,8 +9,9 @@ from typing import Any
 
 from orbax_ext import timeline
 from orbax_ext.report import ProcessReport, RestoreReport
-from orbax_ext.report_text import columns, shown, size
+from orbax_ext.report_text import columns, shown
 from orbax_ext.spans import Span
+from orbax_ext.words import size
 
 _KINDS = {"read": "read", "exchange": "exchange", "wait": "wait", "compile": "compile", "connect": "compile"}
 _MOST_BLAMES = 40

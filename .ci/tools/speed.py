@@ -36,10 +36,12 @@ def table() -> str:
     rows = ["| hosts | replicas | way | a host reads | all read | a host receives | seconds |", "|---" * 7 + "|"]
     for hosts in (64, 512, 4096):
         for way, found in loads(hosts).items():
-            figures = (found.read / 1e9, found.read_by_all / 1e12, found.received / 1e9)
-            cells = [hosts, hosts // HOSTS_OF_A_REPLICA, way, *(f"{figure:,.1f}" for figure in figures)]
-            cells[4], cells[3], cells[5] = f"{cells[4]} TB", f"{cells[3]} GB", f"{cells[5]} GB"
-            rows.append("| " + " | ".join(map(str, [*cells, f"{found.seconds(_RATES):,.0f}"])) + " |")
+            figures = (
+                f"{found.read / 1e9:,.1f} GB | {found.read_by_all / 1e12:,.1f} TB | {found.received / 1e9:,.1f} GB"
+            )
+            rows.append(
+                f"| {hosts} | {hosts // HOSTS_OF_A_REPLICA} | {way} | {figures} | {found.seconds(_RATES):,.0f} |"
+            )
     return "\n".join(rows)
 
 

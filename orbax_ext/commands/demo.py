@@ -8,8 +8,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from orbax.checkpoint import type_handlers
 
 import orbax_ext
 from orbax_ext import cli, lab, storage_metrics, version
+from orbax_ext.lab import handlers
 
 WAYS = {
     "plain": "plain Orbax",
@@ -163,20 +164,11 @@ def _mesh() -> Mesh:
     return Mesh(devices, ("pp", "dp", "tp"))
 
 
-@contextmanager
-def _handler(way: str) -> Iterator[None]:
+def _handler(way: str) -> AbstractContextManager[Any]:
     if way == "ours":
-        with orbax_ext.registered(replica_axis="dp", strategy="single"):
-            yield
-        return
-    before = type_handlers.get_type_handler(jax.Array)
-    if way == "stock":
-        stock = type_handlers.SingleReplicaArrayHandler(replica_axis_index=1)
-        type_handlers.register_type_handler(jax.Array, stock, override=True)
-    try:
-        yield
-    finally:
-        type_handlers.register_type_handler(jax.Array, before, override=True)
+        return orbax_ext.registered(replica_axis="dp", strategy="single")
+    stock = type_handlers.SingleReplicaArrayHandler(replica_axis_index=1) if way == "stock" else None
+    return handlers.installed(stock)
 
 
 def _same(restored: jax.Array, array: np.ndarray) -> bool:

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
+from orbax_ext.lab import handlers
 
 P = PartitionSpec
 
@@ -168,21 +169,11 @@ def restore(
     return differences(restored, specs, made)
 
 
-@contextlib.contextmanager
-def handler(how: str, knobs: Mapping[str, Any]) -> Iterator[None]:
+def handler(how: str, knobs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Registers a handler for jax.Array for a while."""
     if how == "ours":
-        with orbax_ext.registered(**{"strategy": "single", **knobs}):
-            yield
-        return
-    before = ocp.type_handlers.get_type_handler(jax.Array)
-    if how == "stock":
-        stock = ocp.type_handlers.SingleReplicaArrayHandler(**knobs)
-        ocp.type_handlers.register_type_handler(jax.Array, stock, override=True)
-    try:
-        yield
-    finally:
-        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
+        return orbax_ext.registered(**{"strategy": "single", **knobs})
+    return handlers.installed(ocp.type_handlers.SingleReplicaArrayHandler(**knobs) if how == "stock" else None)
 
 
 def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

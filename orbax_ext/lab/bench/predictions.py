@@ -6,14 +6,13 @@ Run it on the benchmark's results: python -m orbax_ext.lab.bench.predictions bui
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
 from orbax_ext.lab.bench.results import Result, from_json
-from orbax_ext.lab.bench.scenarios import Scenario, scenarios
+from orbax_ext.lab.bench.scenarios import Scenario, bytes_per_second, scenarios
 from orbax_ext.options import Strategy
 from orbax_ext.plan import Rates, described, forecast, notation
 
@@ -33,7 +32,7 @@ def predict(scenario: Scenario, strategy: Strategy) -> float:
     received = int(found.volumes.received.max())
     if scenario.links.shared and received:  # each has the part of the link that it needs
         part = received / (received + int(found.volumes.read.max()))
-        link = _bytes(scenario.links.fabric)
+        link = bytes_per_second(scenario.links.fabric)
         found = at(Rates(link * (1 - part), link * part))
     return found.seconds
 
@@ -54,7 +53,7 @@ def rates(scenario: Scenario) -> Rates:
     """The links in bytes per second; one that carries both storage and fabric is all of it for either."""
     links = scenario.links
     storage = links.fabric if links.shared else links.storage
-    return Rates(_bytes(storage), _bytes(links.fabric), _bytes(links.storage_total))
+    return Rates(bytes_per_second(storage), bytes_per_second(links.fabric), bytes_per_second(links.storage_total))
 
 
 def table(results: Sequence[Result]) -> str:
@@ -72,10 +71,6 @@ def table(results: Sequence[Result]) -> str:
         sizes = [abs(error) for error in errors]
         lines += ["", f"Error: {statistics.median(sizes):.0%} in the middle, {max(sizes):.0%} at worst."]
     return "\n".join(lines)
-
-
-def _bytes(mbit: int) -> float:
-    return mbit * 1e6 / 8 if mbit else math.inf
 
 
 if __name__ == "__main__":

@@ -48,17 +48,18 @@ class Scenario:
     def limit(self) -> float:
         """Seconds that no restore can beat: every byte leaves storage once, and each host receives what it lacks."""
         reads = [
-            self.unique_bytes / self.hosts / _rate(self.links.storage),
-            self.unique_bytes / _rate(self.links.storage_total),
+            self.unique_bytes / self.hosts / bytes_per_second(self.links.storage),
+            self.unique_bytes / bytes_per_second(self.links.storage_total),
         ]
         held = self.host_bytes / self._copies_on_a_host
-        received = (held - self.unique_bytes / self.hosts) / _rate(self.links.fabric)
+        received = (held - self.unique_bytes / self.hosts) / bytes_per_second(self.links.fabric)
         if not self.links.shared:
             everyone_reads_all = max(
-                held / _rate(self.links.storage), self.hosts * held / _rate(self.links.storage_total)
+                held / bytes_per_second(self.links.storage),
+                self.hosts * held / bytes_per_second(self.links.storage_total),
             )
             return min(max(*reads, received), everyone_reads_all)
-        return held / _rate(self.links.fabric)
+        return held / bytes_per_second(self.links.fabric)
 
     @property
     def _copies_on_a_host(self) -> int:
@@ -76,7 +77,8 @@ LIMIT_FORMULA = (
 )
 
 
-def _rate(mbit: int) -> float:
+def bytes_per_second(mbit: int) -> float:
+    """The rate of a link; 0 is unlimited."""
     return mbit * 1e6 / 8 if mbit else math.inf
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
 from orbax_ext import compat
-from orbax_ext.lab import memory, network
+from orbax_ext.lab import handlers, memory, network
 from orbax_ext.lab.bench.scenarios import Scenario
 
 
@@ -43,7 +43,7 @@ def save(scenario: Scenario, path: str) -> None:
     handler = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=scenario.replica_parallel, array_metadata_store=compat.ArrayMetadataStore()
     )
-    with _registered(handler), ocp.CheckpointManager(path) as manager:
+    with handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         manager.save(0, args=ocp.args.PyTreeSave(state))
         manager.wait_until_finished()
 
@@ -65,7 +65,7 @@ def restore(scenario: Scenario, path: str, peer: str, url: str) -> Measured:
             )
             for name in abstract
         }
-    with _served(path, url), _registered(handler), ocp.CheckpointManager(path) as manager:
+    with _served(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         multihost_utils.sync_global_devices("bench")
         before, idle, taken = _received(), network.idle_seconds(), []
 
@@ -117,16 +117,6 @@ def _handler(scenario: Scenario, peer: str) -> Any:
         limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
     return orbax_ext.BroadcastArrayHandler(strategy=peer)
-
-
-@contextlib.contextmanager
-def _registered(handler: Any) -> Iterator[None]:
-    before = ocp.type_handlers.get_type_handler(jax.Array)
-    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
-    try:
-        yield
-    finally:
-        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
 
 
 def _data(scenario: Scenario, number: int) -> np.ndarray:
