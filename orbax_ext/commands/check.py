@@ -43,13 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
     parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
     parser.add_argument("--mesh", metavar="AXES", help="the mesh to restore on, such as pp=1,dp=4,tp=8")
-    parser.add_argument(
-        "--spec",
-        metavar="PATTERN=SPEC",
-        action="append",
-        default=[],
-        help="the spec of leaves by name, such as '*.kernel=P(None,tp)'; the first of several that matches counts",
-    )
+    paths.add_spec(parser)
     parser.add_argument("--strategy", choices=get_args(Strategy), default="auto", help="as for register() (auto)")
     parser.add_argument("--local", metavar="PxD", help="start P processes with D CPU devices each on this machine")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds in all (600)")

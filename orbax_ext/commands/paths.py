@@ -1,7 +1,8 @@
-"""Paths of checkpoints as users give them."""
+"""What several commands are given: paths of checkpoints, and specs of their leaves."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -27,3 +28,13 @@ def readable(path: str) -> Iterator[None]:
     finally:
         if enabled:
             storage.disable_s3()
+
+
+def add_spec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--spec",
+        metavar="PATTERN=SPEC",
+        action="append",
+        default=[],
+        help="the spec of leaves by name, such as '*.kernel=P(None,tp)'; the first of several that matches counts",
+    )

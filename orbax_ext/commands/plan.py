@@ -50,13 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--processes", metavar="N", type=int, required=True, help="processes, with equally many devices"
     )
-    parser.add_argument(
-        "--spec",
-        metavar="PATTERN=SPEC",
-        action="append",
-        default=[],
-        help="the spec of leaves by name, such as '*.kernel=P(None,tp)'; the first of several that matches counts",
-    )
+    paths.add_spec(parser)
     parser.add_argument(
         "--replica-axis", metavar="AXIS", help="for `single`: the axis of copies (those that none uses)"
     )
