@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
+import logging
 import pathlib
 import subprocess
 import sys
@@ -509,6 +512,40 @@ def test_lasting_faults_are_errors_that_name_the_place_and_the_remedy_but_no_sec
     told = "".join(traceback.format_exception(error.value)) + caplog.text
     assert s3_server.SECRET_KEY not in told
     assert s3_server.SESSION_TOKEN not in told
+
+
+ANSWER = (
+    f"ExpiredToken: [http_response_body='<Error><Token-0>{s3_server.SESSION_TOKEN}</Token-0></Error>'] [more='...']"
+)
+
+
+async def leave_behind_a_failed_read() -> None:
+    """As Orbax does when another read has failed first: asyncio logs what nobody asked for."""
+
+    async def read() -> None:
+        try:
+            raise OSError(ANSWER)
+        except OSError as cause:
+            raise ValueError(ANSWER) from cause
+
+    asyncio.gather(read())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gc.collect()
+
+
+def test_reads_that_nobody_waited_for_are_logged_without_a_secret(
+    s3: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del s3
+    asyncio.run(leave_behind_a_failed_read())
+    assert "never retrieved" in caplog.text
+    assert "ExpiredToken" in caplog.text
+    assert s3_server.SESSION_TOKEN not in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(logging.getLogger("asyncio"), "filters", [])
+    asyncio.run(leave_behind_a_failed_read())
+    assert s3_server.SESSION_TOKEN in caplog.text  # what asyncio says by itself
 
 
 def test_an_error_while_saving_holds_no_secret_either(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging as standard_logging
 import os
 import threading
 import zlib
@@ -41,6 +42,7 @@ _STALL_VARIABLES: dict[str, Callable[[Settings], str]] = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": lambda settings: str(min(settings.stall_seconds, 30)),
 }
 
+_CLEAN_LOG = errors.CleanLog()
 _SHARE_LIMIT = 300.0  # seconds to wait for what another process reads for all
 
 _lock = threading.RLock()
@@ -166,6 +168,8 @@ class _Store:
         self._environ: dict[str, str] = {}
         self._files: Any = None
         self._undo = compat.add_object_store("s3", self._kvstore, lambda: self.files, explain, self.restoring)
+        # When one read fails Orbax leaves the others, and asyncio logs how they ended: any time later, so this stays.
+        standard_logging.getLogger("asyncio").addFilter(_CLEAN_LOG)
 
     @functools.cached_property
     def settings(self) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 
@@ -60,6 +61,19 @@ def explain(what: str, text: str) -> str:
 def is_from_a_store(text: str) -> bool:
     """Whether TensorStore's words are about an answer over HTTP, and so may hold what the store repeated."""
     return "http_response_" in text or "CURL error" in text or "curl_code" in text
+
+
+class CleanLog(logging.Filter):
+    """For a logger that prints errors as they come, as asyncio's does with those nobody waited for any more."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if is_from_a_store(said + (record.exc_text or "")):
+            record.msg, record.args = cleaned(said), None
+            record.exc_info, record.exc_text = None, cleaned(record.exc_text or "")
+        return True
 
 
 class ExplainedError(Exception):
