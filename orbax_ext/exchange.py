@@ -29,7 +29,7 @@ from orbax_ext import mesh as mesh_lib
 
 _EVERYWHERE = P(("replica", "rest"))
 _MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
-_PROBE = 4 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
+_PROBE = 2 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Exchange:
         words = max(1, _PROBE // 4 // here // len(self._mesh.devices))
         ops = (PackOp(words),)
         self.compile(ops)
-        for _ in range(2):  # the first one warms up
+        for _ in range(2):  # the first one opens the communicators, as in `connect`
             nothing = self._nothing(ops[0].operand)
             started = time.monotonic()
             (answer,) = self.run(ops, [nothing])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,11 +47,10 @@ class Execution:
 
     async def connect(self, limit: float, *, measure: bool) -> float:
         """Opens the communicators; returns the bytes per second that this process receives by the first, if asked."""
-        for exchange in self._exchanges.values():
+        exchanges = list(dict.fromkeys(map(self._exchange, self.plan.groups)))
+        for exchange in exchanges[measure:]:
             await in_thread(exchange.connect, limit=limit)
-        if not measure or not self.plan.groups:
-            return 0.0
-        return await in_thread(self._exchange(self.plan.groups[0]).measure, limit=limit)
+        return await in_thread(exchanges[0].measure, limit=limit) if measure else 0.0
 
     async def read(self, group: Group) -> list[OnDevices]:
         """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
@@ -63,12 +62,12 @@ class Execution:
         by_item = {item: there for (item, _, _), there in zip(wanted, found, strict=True)}
         return [self._contribution(group, bundle, by_item) for bundle in group.bundles]
 
-    async def read_direct(self) -> dict[int, jax.Array]:
-        """The leaves that are read the ordinary way."""
-        if not self.plan.direct:
+    async def read_direct(self, leaves: Collection[int]) -> dict[int, jax.Array]:
+        """Leaves that are read the ordinary way."""
+        if not leaves:
             return {}
-        arrays = await type_handlers.ArrayHandler.deserialize(self._handler, *self._infos_and_args(self.plan.direct))
-        return dict(zip(self.plan.direct, arrays, strict=True))
+        arrays = await type_handlers.ArrayHandler.deserialize(self._handler, *self._infos_and_args(leaves))
+        return dict(zip(leaves, arrays, strict=True))
 
     def start_exchange(
         self, group: Group, contributions: list[OnDevices], limit: float

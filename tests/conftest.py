@@ -14,6 +14,14 @@ _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers (`pytest -n 2 --dist loadgroup`) take whole files, or a folder of files that share slow fixtures."""
+    for item in items:
+        file = item.path.relative_to(item.config.rootpath)
+        group = file.parent if file.parent.name == "placement" else file
+        item.add_marker(pytest.mark.xdist_group(str(group)))
+
+
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """The port of a real S3-compatible server."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 PREFIX = f"oxe{os.getpid()}"  # of this process's namespaces
+_MTU = "9000"  # bytes of a packet, as in a data centre; with 1,500 a slow machine is busy with packets alone
 
 _FABRIC = "10.98.0"
 _STORAGE = "10.97.0"
@@ -110,11 +111,15 @@ class Network:
 
     def _link(self, name: str, device: str, bridge: str, address: str, rate: int) -> None:
         _ip("link", "add", device, "netns", name, "type", "veth", "peer", "name", f"p{device}", "netns", self._switch)
+        for namespace, end in ((name, device), (self._switch, f"p{device}")):
+            _ip("-n", namespace, "link", "set", end, "mtu", _MTU)
         _ip("-n", self._switch, "link", "set", f"p{device}", "master", bridge, "up")
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
         _ip("-n", name, "link", "set", device, "up")
         for namespace, end in ((name, device), (self._switch, f"p{device}")) if rate else ():
-            shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", "200ms"]
+            # Many connections at once come from storage: a short queue would lose packets, and seconds with them.
+            queue = "1s" if bridge == "storage" else "200ms"
+            shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", queue]
             _run("tc", "-n", namespace, "qdisc", "add", "dev", end, *shape)
 
     def _serve(self) -> None:

@@ -28,6 +28,7 @@ START = 0.5  # seconds to compile and connect
 
 _WORD = 4
 _WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
+_WORTH_SHARE = 0.2  # of the time, that an exchange must gain: links that are measured alone may be one and the same
 _TINY_BYTES = 1 << 20  # of a process's share, below which nothing is gained by not reading all of it
 _TINY_READS = 32
 
@@ -198,7 +199,8 @@ def with_cheapest(
         leaves = sources(plan, groups)
         apart = costs.direct(leaves).seconds(rates)
         together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
-        if apart + _WORTH < together:
+        needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
+        if apart < together + needed:
             direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})")
         else:
             kept += groups

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _begin_what_waits(request: pytest.FixtureRequest) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # another worker has something to do meanwhile
+        return
     for name in sorted({name for item in request.session.items for name in _waits(item)}):
         request.getfixturevalue(name)
 
