@@ -39,6 +39,7 @@ test: test-oldest test-newest
 # Each end of the supported releases also restores what the other one has saved, so both environments are needed.
 # Two workers, because much of a test's time is waiting.
 test-oldest: OTHER := $(NEWEST)
+test-oldest: PYTEST_ARGS += -m 'not fork and not long and not once'
 test-newest: OTHER := $(OLDEST)
 test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
 	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)

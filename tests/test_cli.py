@@ -18,6 +18,8 @@ import pytest
 
 from orbax_ext import cli
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 120.0
 

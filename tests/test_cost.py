@@ -8,6 +8,8 @@ from orbax_ext.options import Options
 from orbax_ext.plan import Costs, Leaf, Load, MeshInfo, Rates, RestorePlan, make_plan, with_cheapest
 from orbax_ext.plan.cost import PER_ARRAY, PER_GROUP, START
 
+pytestmark = pytest.mark.once
+
 MIB = 1 << 20
 MESH = MeshInfo(("dp", "tp"), (4, 2), (0, 0, 1, 1, 2, 2, 3, 3))
 LEAVES = [

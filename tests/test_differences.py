@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from orbax_ext import differences
 from orbax_ext.plan import Leaf, MeshInfo
+
+pytestmark = pytest.mark.once
 
 MESH = MeshInfo(("dp", "tp"), (2, 4), (0,) * 4 + (1,) * 4)
 TREE = {"a": "float32[8]", "b": "int8[2]", "c": "bool[1]"}

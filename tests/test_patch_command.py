@@ -10,6 +10,8 @@ import pytest
 from orbax_ext import cli
 from tests.test_patching import installed
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def tree(tmp_path: pathlib.Path) -> pathlib.Path:

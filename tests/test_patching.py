@@ -14,6 +14,8 @@ from tools import generate_patches
 
 from orbax_ext import patching, version
 
+pytestmark = pytest.mark.once
+
 HEADER = "Description: adds a line\nOrigin: vendor, orbax_ext"
 OLD, NEW = b"one\ntwo\n", b"one\nadded\ntwo\n"
 TEXT = f"""{HEADER}

@@ -14,6 +14,8 @@ from orbax_ext.options import Options
 from orbax_ext.plan import Costs, Group, Leaf, MeshInfo, Pack, Part, RestorePlan, Stack, Sum, make_plan
 from orbax_ext.plan.splitting import part_shape
 
+pytestmark = pytest.mark.once
+
 MESH = MeshInfo(("pp", "dp", "tp"), (1, 4, 8), tuple(device // 8 for device in range(32)))
 MIB = 1 << 20
 Spec = tuple[tuple[str, ...], ...]

@@ -31,6 +31,8 @@ from orbax_ext.plan import (
 from orbax_ext.plan.cost import Rates
 from tests import test_inspect
 
+pytestmark = pytest.mark.once
+
 RATES = Rates(1e9, 1e10)
 MODEL = """
 # a model in a few lines

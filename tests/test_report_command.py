@@ -11,6 +11,8 @@ import pytest
 from orbax_ext import cli
 from tests import reports
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def file(tmp_path: pathlib.Path) -> pathlib.Path:

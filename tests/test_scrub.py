@@ -5,6 +5,8 @@ import pytest
 from orbax_ext import errors
 from orbax_ext.scrub import scrub, sendable
 
+pytestmark = pytest.mark.once
+
 
 def test_values_of_variables_that_speak_of_secrets_are_taken_out() -> None:
     environ = {

@@ -6,10 +6,14 @@ import dataclasses
 import json
 from collections import Counter
 
+import pytest
+
 from orbax_ext import timeline
 from orbax_ext.report import ProcessReport, RestoreReport
 from orbax_ext.spans import Span, longest, seconds_by_phase
 from tests import reports
+
+pytestmark = pytest.mark.once
 
 
 def _report(*lanes: list[Span], started: float = 0.0) -> RestoreReport:

@@ -17,9 +17,13 @@ from tests import browser as browser_lib
 from tests import reports
 from tests.browser import Browser
 
-pytestmark = pytest.mark.skipif(
-    bool(browser_lib.missing()), reason=f"{browser_lib.missing()} is not installed: no browser to look at the page with"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(
+        bool(browser_lib.missing()),
+        reason=f"{browser_lib.missing()} is not installed: no browser to look at the page with",
+    ),
+]
 
 SLOW = 2
 ALL_BOXES = """

@@ -10,6 +10,8 @@ from tools import docs, matrix, releases
 
 from orbax_ext import version
 
+pytestmark = pytest.mark.once
+
 GOOD = {"tests": 5, "failures": 0, "errors": 0, "skipped": 1, "seconds": 60}
 BAD = {**GOOD, "failures": 1, "errors": 1}
 

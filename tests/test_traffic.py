@@ -11,6 +11,8 @@ from orbax_ext import traffic, workload
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo, RestorePlan, make_plan
 
+pytestmark = pytest.mark.once
+
 MIB = 1 << 20
 # dp=4, tp=8 on 4 processes of 8 devices: each process is a replica.
 MESH = MeshInfo(("dp", "tp"), (4, 8), tuple(process for process in range(4) for _ in range(8)))

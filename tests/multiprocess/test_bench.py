@@ -13,6 +13,8 @@ from orbax_ext.lab.bench import results
 from orbax_ext.lab.bench.scenarios import Scenario, scenarios
 from orbax_ext.lab.network import Links
 
+pytestmark = pytest.mark.once
+
 TINY = Scenario(
     "tiny", "two hosts", Links(800, 800), (("dp", 2), ("tp", 2)), (512, 1024), ("tp", None), leaves=8, hosts=2, repeat=1
 )

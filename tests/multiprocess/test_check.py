@@ -19,6 +19,8 @@ from orbax_ext.rehearsal import Request
 from tests.multiprocess import world
 from tests.multiprocess.test_verification import damaging
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parents[2]
 MPIRUN = shutil.which("mpirun")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun: apt-get install openmpi-bin")

@@ -14,6 +14,8 @@ import pytest
 
 from orbax_ext import lab
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[lab.Cluster]:

@@ -142,6 +142,7 @@ def test_errors_of_any_length_and_any_characters_arrive(team: lab.Cluster) -> No
         assert "äöü" in str(outcome)
 
 
+@pytest.mark.once
 def test_a_thousand_sessions_leave_the_service_as_it_was(team: lab.Cluster) -> None:
     assert team.run(meet_often, 1000, timeout=300) == [[]] * 4
 

@@ -60,7 +60,12 @@ GEOMETRIES = {
 }
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+_SLOW = {"replica axis in the middle", "replica axis last", "a process spans several replicas"}
+
+
+@pytest.mark.parametrize(
+    "geometry", [pytest.param(name, marks=[pytest.mark.once] if name in _SLOW else []) for name in GEOMETRIES]
+)
 def test_replicas_may_lie_anyhow_on_the_processes_and_their_axis_need_not_be_named(
     cluster: lab.Cluster, path: str, geometry: str
 ) -> None:
