@@ -22,6 +22,7 @@ from orbax_ext.wishes import Wishes
 F = TypeVar("F")
 R = TypeVar("R")
 
+_UNDECIDED = 2  # groups: enough to tell how fast storage is
 _PACE_FROM, _PACE_TO = 1, 3  # the groups by which it is seen whether the exchange keeps what the rates promise
 
 
@@ -41,9 +42,10 @@ class Pipeline:
         self._direct: list[int] = []  # leaves of which the reading has begun
         self._ended: list[float] = []  # when each exchange was over
         self._fabric = 0.0  # bytes per second, as measured
-        # The first groups are begun before it is known whether more should travel. They travel in any case.
-        self._first = 1 + self._reading.ahead
-        self._measures = options.strategy == "auto" and options.storage_gbps is None and self._groups > self._first
+        # Some groups are begun before it is known whether more should travel. They travel in any case.
+        self._measures = options.strategy == "auto" and options.storage_gbps is None and self._groups > _UNDECIDED
+        if self._measures:
+            self._reading.ahead = _UNDECIDED - 1
 
     async def run(self) -> dict[int, jax.Array]:
         """All arrays, by leaf."""
@@ -125,7 +127,9 @@ class Pipeline:
 
     async def _measure_and_decide(self) -> None:
         self._fabric, _ = await self._session.together("measure", both(self._connect(), self._reading.arrived(0)))
-        await self._decide(self._first)
+        await self._decide(_UNDECIDED)
+        self._reading.ahead = budget.AHEAD[self._restore.plan.strategy]
+        self._reading.begin(0, self._groups)
         self._begin_direct()
         await self._session.together("compile", self._compile())
 

@@ -28,7 +28,7 @@ START = 0.5  # seconds to compile and connect
 
 _WORD = 4
 _WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
-_WORTH_SHARE = 0.2  # of the time, that an exchange must gain: links that are measured alone may be one and the same
+_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: links that are measured alone may be one and the same
 _TINY_BYTES = 1 << 20  # of a process's share, below which nothing is gained by not reading all of it
 _TINY_READS = 32
 
