@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import orbax_ext
-from orbax_ext import lab
+from orbax_ext import lab, pipeline
 from orbax_ext.lab import memory
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
@@ -39,6 +39,14 @@ def test_bandwidths_are_measured_where_none_are_given(small_cluster: lab.Cluster
     assert any("MB/s a process, measured" in how for how in first)
 
 
+@pytest.mark.parametrize(("fabric", "direct"), [(1e3, 4), (1e9, 0)])
+def test_what_was_begun_before_the_links_were_known_travels_and_the_rest_takes_the_faster_way(
+    small_cluster: lab.Cluster, layers: str, fabric: float, direct: int
+) -> None:
+    for found in small_cluster.run(restore_with_measured, layers, 10e6, fabric):
+        assert [how.partition(":")[0] for how in found] == ["direct"] * direct + ["spread"] * (len(STATE) - direct)
+
+
 def test_processes_that_are_given_other_bandwidths_do_not_agree(small_cluster: lab.Cluster, layers: str) -> None:
     for outcome in small_cluster.outcomes(restore_with_bandwidths_of_their_own, layers):
         assert outcome.failure is not None
@@ -66,6 +74,22 @@ def restore_and_tell_ways(path: str, knobs: dict[str, object]) -> list[str]:
     report = orbax_ext.last_report()
     assert report is not None
     return sorted(report.strategy.values())
+
+
+def restore_with_measured(path: str, storage: float, fabric: float) -> list[str]:
+    """As if so many bytes per second had been measured."""
+    slowest = pipeline.Pipeline._slowest
+
+    async def find_rates(self: pipeline.Pipeline, phase: str, mine: dict[str, float]) -> dict[str, float]:
+        assert mine["storage"] > 0  # really measured
+        assert mine["fabric"] > 0
+        return {**await slowest(self, phase, mine), "storage": storage, "fabric": fabric}
+
+    pipeline.Pipeline._slowest = find_rates  # type: ignore[method-assign]
+    try:
+        return restore_and_tell_ways(path, {"strategy": "auto"})
+    finally:
+        pipeline.Pipeline._slowest = slowest  # type: ignore[method-assign]
 
 
 def restore_with_bandwidths_of_their_own(path: str) -> None:

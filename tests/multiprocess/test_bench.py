@@ -58,6 +58,13 @@ def test_limits_are_what_the_links_allow() -> None:
     assert known["hosts_2"].limit() == known["hosts_4"].limit() == known["hosts_8"].limit()
 
 
+def test_what_a_user_would_say_of_the_links() -> None:
+    known = {scenario.name: scenario.gbps for scenario in scenarios()}
+    assert known["dense"] == (0.32, 1.6)
+    assert known["shared_link"] == (0.4, 0.4)
+    assert known["capped_storage"] == (0.08, 1.6)  # a host's part of the total
+
+
 def namespaces() -> set[str]:
     folder = pathlib.Path("/var/run/netns")
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from orbax_ext import lab
 from orbax_ext.lab import network
 from orbax_ext.lab.bench import plots, results, work
-from orbax_ext.lab.bench.scenarios import Scenario, scenarios
+from orbax_ext.lab.bench.scenarios import AUTO_TOLD, Scenario, scenarios
 
 _LIMIT = 600.0  # seconds for one restore
 _LONG = 75.0  # seconds after which two runs are enough
 _OLDEST = "stock 0.11.33"
-_WAYS = ("plain", "stock", _OLDEST, "single", "spread", "auto")
+_WAYS = ("plain", "stock", _OLDEST, "single", "spread", "auto", AUTO_TOLD)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from orbax_ext.lab.bench.results import Result
+from orbax_ext.lab.bench.scenarios import AUTO_TOLD
 
 _COLOURS = {
     "plain": "#8c8c8c",
@@ -14,6 +15,7 @@ _COLOURS = {
     "single": "#7aa6c2",
     "spread": "#2e7d9a",
     "auto": "#1b4f72",
+    AUTO_TOLD: "#0c2436",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from orbax_ext.lab.network import Links
 
 MIB = 1 << 20
+AUTO_TOLD = "auto, told"  # the way of a user who says what the links carry, so that nothing is measured
 _ITEMSIZE = 2  # everything is bfloat16
 
 
@@ -44,6 +45,14 @@ class Scenario:
         on_devices = self.devices * self.hosts * self.unique_bytes
         shards = math.prod(size for axis, size in self.mesh if axis in self.spec)
         return on_devices // shards // self.hosts
+
+    @property
+    def gbps(self) -> tuple[float, float]:
+        """Bandwidths of storage and fabric that a host has while all are busy, as a user would give them."""
+        storage = self.links.storage or self.links.fabric
+        if self.links.storage_total:
+            storage = min(storage, self.links.storage_total // self.hosts)
+        return storage / 1000, self.links.fabric / 1000
 
     def limit(self) -> float:
         """Seconds that no restore can beat: every byte leaves storage once, and each host receives what it lacks."""

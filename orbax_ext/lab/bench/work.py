@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_ext
 from orbax_ext import compat
 from orbax_ext.lab import handlers, memory, network
-from orbax_ext.lab.bench.scenarios import Scenario
+from orbax_ext.lab.bench.scenarios import AUTO_TOLD, Scenario
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,9 @@ def _handler(scenario: Scenario, peer: str) -> Any:
         needed = 7 * scenario.host_bytes * scenario.hosts
         limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
+    if peer == AUTO_TOLD:
+        storage, fabric = scenario.gbps
+        return orbax_ext.BroadcastArrayHandler(strategy="auto", storage_gbps=storage, fabric_gbps=fabric)
     return orbax_ext.BroadcastArrayHandler(strategy=peer)
 
 
