@@ -29,7 +29,7 @@ from orbax_ext import mesh as mesh_lib
 
 _EVERYWHERE = P(("replica", "rest"))
 _MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
-_PROBES = 2
+_PROBES = 2  # of which the quicker counts
 _PROBE = 2 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
 
 

@@ -37,6 +37,11 @@ class Links:
     shared: bool = False  # storage is reached over the fabric link
     storage_total: int = 0  # what the storage server can send in all
 
+    @property
+    def to_storage(self) -> int:
+        """Over whichever link storage is reached."""
+        return self.fabric if self.shared else self.storage
+
 
 class Network:
     """Namespaces for some hosts and a storage server that serves the files of a directory over HTTP."""

@@ -52,8 +52,8 @@ def model(scenario: Scenario) -> list[described.Described]:
 def rates(scenario: Scenario) -> Rates:
     """The links in bytes per second; one that carries both storage and fabric is all of it for either."""
     links = scenario.links
-    storage = links.fabric if links.shared else links.storage
-    return Rates(bytes_per_second(storage), bytes_per_second(links.fabric), bytes_per_second(links.storage_total))
+    storage, fabric, total = map(bytes_per_second, (links.to_storage, links.fabric, links.storage_total))
+    return Rates(storage, fabric, total)
 
 
 def table(results: Sequence[Result]) -> str:

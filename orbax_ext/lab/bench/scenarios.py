@@ -49,7 +49,7 @@ class Scenario:
     @property
     def gbps(self) -> tuple[float, float]:
         """Bandwidths of storage and fabric that a host has while all are busy, as a user would give them."""
-        storage = self.links.storage or self.links.fabric
+        storage = self.links.to_storage
         if self.links.storage_total:
             storage = min(storage, self.links.storage_total // self.hosts)
         return storage / 1000, self.links.fabric / 1000
