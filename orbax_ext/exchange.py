@@ -29,8 +29,10 @@ from orbax_ext import mesh as mesh_lib
 
 _EVERYWHERE = P(("replica", "rest"))
 _MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
-_PROBES = 2  # of which the quicker counts
-_PROBE = 2 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
+_PROBES = 4  # of which the quickest counts: a busy processor makes others late
+_PROBE = 1 << 20  # bytes: enough to tell a slow link from a fast one, too few to be missed on either
+_OVERHEAD = 2e-3  # seconds at most to start an exchange; if a small one takes longer, links are slow or busy
+_TELLING = 0.1  # a difference of less than this share of a time says nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,8 @@ class PackOp:
 
 Op = SumOp | GatherOp | PackOp
 
+_SIGNAL = SumOp(Block((1,), jnp.dtype("uint32")))  # next to nothing
+
 
 @functools.lru_cache(maxsize=8)
 def exchange_among(replicas: tuple[tuple[jax.Device, ...], ...]) -> Exchange:
@@ -176,27 +180,29 @@ class Exchange:
         A communicator that is opened when the first to arrive needs it gives the last one only 30 s on some backends
         (google/orbax #3181); one that is open already waits.
         """
-        ops = (SumOp(Block((1,), jnp.dtype("uint32"))),)
-        self.compile(ops)
-        (answer,) = self.run(ops, [self._nothing(ops[0].operand)])
-        jax.block_until_ready(list(answer.values()))
+        self._time(_SIGNAL)
 
     def measure(self) -> float:
-        """Bytes per second that this process receives while all receive a little, about `_PROBE` bytes."""
-        here = len(self._mesh.local_devices)
-        words = max(1, _PROBE // 4 // here // len(self._mesh.devices))
-        ops = (PackOp(words),)
-        self.compile(ops)
-        seconds = []
-        for _ in range(1 + _PROBES):  # the first one opens the communicators, as in `connect`
-            nothing = self._nothing(ops[0].operand)
-            started = time.monotonic()
-            (answer,) = self.run(ops, [nothing])
-            jax.block_until_ready(list(answer.values()))
-            seconds.append(time.monotonic() - started)
-        mine = np.vectorize(lambda device: device.process_index)(self._mesh.devices) == jax.process_index()
+        """Bytes per second that this process receives while all receive a little, about `_PROBE` bytes. Connects, too.
+
+        What an exchange takes however small it is does not count, if that is little: on a fast fabric it is nearly all.
+        """
+        self.connect()
+        owners = np.vectorize(lambda device: device.process_index)(self._mesh.devices)
+        words = max(1, _PROBE // 4 // int(np.bincount(owners.ravel()).max()) // len(owners))  # the same on all
+        idle, busy = (min(self._time(op) for _ in range(_PROBES)) for op in (_SIGNAL, PackOp(words)))
+        mine = owners == jax.process_index()
         foreign = int((mine.sum(axis=0) * (~mine).sum(axis=0)).sum())  # pieces that come from other processes
-        return 4 * words * foreign / min(seconds[1:])  # the least disturbed
+        return 4 * words * foreign / max(busy - min(idle, _OVERHEAD), busy * _TELLING)
+
+    def _time(self, op: Op) -> float:
+        """Seconds that an exchange of zeros takes."""
+        self.compile((op,))
+        nothing = self._nothing(op.operand)
+        started = time.monotonic()
+        (answer,) = self.run((op,), [nothing])
+        jax.block_until_ready(list(answer.values()))
+        return time.monotonic() - started
 
     def run(
         self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]

@@ -129,7 +129,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             plan = self._plan(request, agreed_budget)
             recorder.planned(request, plan)
             restore = Execution(self, request, plan)
-            # 4.-7. Compile and connect; then read groups while those before them travel.
+            # 4.-7. Connect and compile; then read groups while those before them travel.
             found = await Pipeline(session, request, restore, recorder, self.options).run()
             arrays = [found[index] for index in range(len(found))]
             if self.options.verify:

@@ -158,12 +158,19 @@ class Session:
 
         Otherwise raises the same `RestoreFailedError` on all of them.
         """
+        return (await self.together_telling(phase, work, dict))[0]
+
+    async def together_telling(
+        self, phase: str, work: Awaitable[T], word: Callable[[], Payload]
+    ) -> tuple[T, dict[int, Payload]]:
+        """As `together`; each process brings its word when its work is done, and has everybody's afterwards."""
         self._phase = phase
         self._loop = asyncio.get_running_loop()
         mine: Payload = {}
         try:
             with self.reporting():
                 result = await work
+            mine = word()
         except Exception as error:
             mine = errors.to_payload(error)
         except BaseException as error:  # interrupted: tell the others, but do not stay for the meeting
@@ -173,7 +180,7 @@ class Session:
         failed = errors.failures(outcomes, self.hosts, phase)
         if failed:
             raise errors.restore_failed(failed)
-        return result
+        return result, outcomes
 
     @property
     def phase(self) -> str:

@@ -78,6 +78,20 @@ def test_what_has_been_seen_to_be_slow_is_given_up() -> None:
     assert len(with_cheapest(made, [MESH], 4, rates, done=4, pace=5.0).groups) == 4
 
 
+@pytest.mark.parametrize(("fabric", "kept"), [(10e6, 1), (1e6, 0)])
+def test_what_has_been_read_travels_beside_the_others_if_it_arrives_in_time(fabric: float, kept: int) -> None:
+    chosen = with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, fabric), read=1)
+    assert len(chosen.groups) == kept
+    assert len(chosen.direct) == 64 - 2 * kept
+
+
+def test_slices_of_what_has_been_read_in_part_travel_with_it() -> None:
+    big = [Leaf(f"b{n}", (8192, 4096), "int8", 1, (4096, 4096), 0, (("tp",), ()), (64, 4096), True) for n in range(8)]
+    chosen = with_cheapest(plan("auto", big, budget=4 * MIB), [MESH], 4, Rates(1e6, 1e6), read=1)
+    assert len(chosen.groups) == 4  # one leaf
+    assert set(chosen.direct) == set(range(1, 8))
+
+
 def test_a_leaf_that_has_begun_to_travel_goes_on() -> None:
     big = [Leaf(f"b{n}", (8192, 4096), "int8", 1, (4096, 4096), 0, (("tp",), ()), (64, 4096), True) for n in range(2)]
     made = plan("auto", big, budget=4 * MIB)
@@ -85,6 +99,17 @@ def test_a_leaf_that_has_begun_to_travel_goes_on() -> None:
     kept = with_cheapest(made, [MESH], 4, Rates(1e9, 1e6), done=1)
     assert len(kept.groups) == 4
     assert set(kept.direct) == {1}
+
+
+@pytest.mark.parametrize(("fabric", "travels"), [(50e6, False), (80e6, False), (160e6, True)])
+def test_links_that_may_be_one_are_not_trusted_to_be_two(fabric: float, travels: bool) -> None:
+    """A look at an idle link does not show that storage and fabric share it, unless they are clearly of other rates."""
+    assert bool(with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, fabric, how="measured")).groups) == travels
+    assert with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, 80e6)).groups  # who says so knows it
+
+
+def test_what_shares_a_link_with_the_reads_is_read_again() -> None:
+    assert not with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, 50e6, how="measured"), read=1).groups
 
 
 def test_a_tiny_state_is_read_directly() -> None:

@@ -3,7 +3,7 @@
 Reading and exchanging overlap, so a restore takes as long as the slower of the two, and once through a group for the
 other one:
 
-    seconds = start + max(read, exchange) + min(read, exchange) / groups
+    seconds = START + max(read, exchange) + min(read, exchange) / groups
     read = max(bytes of the busiest process / storage, bytes of all / storage in total) + arrays x PER_ARRAY
     exchange = bytes received by the busiest process / fabric + groups x PER_GROUP
 """
@@ -28,7 +28,9 @@ START = 0.5  # seconds to compile and connect
 
 _WORD = 4
 _WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
-_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: links that are measured alone may be one and the same
+_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: it asks more of links and processors than is modelled
+_SLOWER, _FASTER = 1 / 2, 3  # times as fast as storage that a fabric is, if it is clearly another link
+_BESIDE = 0.8  # of the time that the rest is read in, up to which an exchange beside it is not noticed
 _TINY_BYTES = 1 << 20  # of a process's share, below which nothing is gained by not reading all of it
 _TINY_READS = 32
 
@@ -48,6 +50,11 @@ class Rates:
         if options.storage_gbps is None or options.fabric_gbps is None:
             return None
         return cls(options.storage_gbps * 1e9 / 8, options.fabric_gbps * 1e9 / 8)
+
+    @property
+    def may_be_one_link(self) -> bool:
+        """Whether they were measured one after the other and are about as fast, as if one link carried both."""
+        return self.how == "measured" and _SLOWER * self.storage < self.fabric < _FASTER * self.storage
 
     def __str__(self) -> str:
         return f"storage {self.storage / 1e6:.0f} and fabric {self.fabric / 1e6:.0f} MB/s a process, {self.how}"
@@ -73,6 +80,8 @@ class Load:
         if not self.groups:
             return read
         exchange = self.received / rates.fabric + self.groups * PER_GROUP
+        if rates.may_be_one_link:
+            return START + read + exchange
         return START + max(read, exchange) + min(read, exchange) / self.groups
 
 
@@ -176,11 +185,13 @@ def with_cheapest(
     *,
     done: int = 0,
     pace: float | None = None,
+    read: int = 0,
 ) -> RestorePlan:
     """The plan with its groups, from number `done` on, read directly instead where that is expected to be faster.
 
     Without rates, all of it if it is too small to be worth an exchange. `pace` is what groups have taken so far, in
-    seconds each; without it that is reckoned from the rates.
+    seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
+    travel beside the others, which are read directly, if they arrive long before those.
     """
     costs = Costs(plan.items, meshes, processes)
     if rates is None:
@@ -200,11 +211,19 @@ def with_cheapest(
         apart = costs.direct(leaves).seconds(rates)
         together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
         needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
-        if apart < together + needed:
-            direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})")
-        else:
+        if apart >= together + needed:
             kept += groups
             reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
+            continue
+        there = [] if rates.may_be_one_link else [group for group in groups if group in plan.groups[done:read]]
+        there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
+        rest = sources(plan, groups[len(there) :])
+        beside = costs.direct([*rest, *plan.direct]).seconds(rates)
+        if there and costs.travelling(there).seconds(rates) < _BESIDE * beside:
+            kept += there
+            reasons.append(f"it had been read before the way was chosen ({rates})")
+            leaves = rest
+        direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})")
     because = plan.because or "; ".join(dict.fromkeys(reasons))
     return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 import orbax_ext
-from orbax_ext import lab, pipeline
+from orbax_ext import choice, lab
 from orbax_ext.lab import memory
+from tests.faults import injection
 from tests.multiprocess import world
 from tests.multiprocess.world import MeshSpec, P, Spec
 
 MIB = 1 << 20
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {f"layer_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)}
+MIXED_MESH = MeshSpec((2, 2, 2), ("dp", "fsdp", "tp"))
+MIXED_STATE = {
+    # With a fabric hardly faster than storage, reading half is not worth an exchange; reading a quarter is.
+    **{f"a_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)},
+    **{f"b_{number}": Spec((4096, 2048), "float32", P(("fsdp", "tp"))) for number in range(8)},
+}
 HOST_BYTES = 8 * 16 * MIB
 
 
@@ -39,12 +48,38 @@ def test_bandwidths_are_measured_where_none_are_given(small_cluster: lab.Cluster
     assert any("MB/s a process, measured" in how for how in first)
 
 
-@pytest.mark.parametrize(("fabric", "direct"), [(1e3, 4), (1e9, 0)])
-def test_what_was_begun_before_the_links_were_known_travels_and_the_rest_takes_the_faster_way(
-    small_cluster: lab.Cluster, layers: str, fabric: float, direct: int
+@pytest.mark.parametrize(("fabric", "way"), [(1e3, "direct"), (1e9, "spread")])
+def test_the_faster_way_by_the_measured_bandwidths_is_taken(
+    small_cluster: lab.Cluster, layers: str, fabric: float, way: str
 ) -> None:
     for found in small_cluster.run(restore_with_measured, layers, 10e6, fabric):
-        assert [how.partition(":")[0] for how in found] == ["direct"] * direct + ["spread"] * (len(STATE) - direct)
+        assert {how.partition(":")[0] for how in found} == {way}
+
+
+def test_what_was_read_before_the_way_is_chosen_is_not_read_again(small_cluster: lab.Cluster, layers: str) -> None:
+    for found in small_cluster.run(restore_with_measured, layers, 10e6, 4.9e6):
+        assert [how.partition(":")[0] for how in found] == ["direct"] * 6 + ["spread"] * 2  # a group is two leaves
+        assert "had been read before" in found[-1]
+
+
+@pytest.mark.parametrize("fabric", [1e3, 1e9])
+def test_a_read_error_while_links_are_measured_is_raised_by_all(
+    small_cluster: lab.Cluster, layers: str, fabric: float
+) -> None:
+    for outcome in small_cluster.outcomes(restore_with_a_bad_disk, layers, fabric):
+        assert "RestoreFailedError: restore failed on 1 process:\n  process 2 (" in str(outcome)
+        assert "OSError: the disk is gone" in str(outcome)
+
+
+def test_leaves_that_are_replicated_otherwise_go_each_their_own_way(small_cluster: lab.Cluster, path: str) -> None:
+    small_cluster.run(world.save, path, MIXED_STATE, MIXED_MESH)
+    for found in small_cluster.run(restore_with_measured, path, 10e6, 25e6, MIXED_STATE, MIXED_MESH):
+        assert [how.partition(":")[0] for how in found] == ["direct"] * 8 + ["spread"] * 8
+
+
+def test_what_is_seen_to_be_slow_is_given_up_on_the_way(small_cluster: lab.Cluster, layers: str) -> None:
+    for found in small_cluster.run(restore_with_a_slow_pace, layers):
+        assert [how.partition(":")[0] for how in found] == ["direct"] * 3 + ["spread"] * 5
 
 
 def test_processes_that_are_given_other_bandwidths_do_not_agree(small_cluster: lab.Cluster, layers: str) -> None:
@@ -69,27 +104,48 @@ def test_what_is_under_way_keeps_to_the_limit(small_cluster: lab.Cluster, layers
 # Run on the processes.
 
 
-def restore_and_tell_ways(path: str, knobs: dict[str, object]) -> list[str]:
-    assert world.restore(path, STATE, MESH, knobs=knobs) == []
+def restore_and_tell_ways(
+    path: str, knobs: dict[str, object], state: Mapping[str, Spec] = STATE, mesh: MeshSpec = MESH
+) -> list[str]:
+    assert world.restore(path, state, mesh, knobs=knobs) == []
     report = orbax_ext.last_report()
     assert report is not None
     return sorted(report.strategy.values())
 
 
-def restore_with_measured(path: str, storage: float, fabric: float) -> list[str]:
+def restore_with_measured(
+    path: str,
+    storage: float,
+    fabric: float,
+    state: Mapping[str, Spec] = STATE,
+    mesh: MeshSpec = MESH,
+    knobs: Mapping[str, object] | None = None,
+    **others: float,
+) -> list[str]:
     """As if so many bytes per second had been measured."""
-    slowest = pipeline.Pipeline._slowest
+    found = choice.Choice.found
 
-    async def find_rates(self: pipeline.Pipeline, phase: str, mine: dict[str, float]) -> dict[str, float]:
-        assert mine["storage"] > 0  # really measured
-        assert mine["fabric"] > 0
-        return {**await slowest(self, phase, mine), "storage": storage, "fabric": fabric}
+    def find_otherwise(self: choice.Choice) -> dict[str, float]:
+        really = found(self)
+        assert really["fabric"] > 0
+        return {**really, "storage": storage, "fabric": fabric, **others}
 
-    pipeline.Pipeline._slowest = find_rates  # type: ignore[method-assign]
+    choice.Choice.found = find_otherwise  # type: ignore[method-assign]
     try:
-        return restore_and_tell_ways(path, {"strategy": "auto"})
+        return restore_and_tell_ways(path, {"strategy": "auto", **(knobs or {})}, state, mesh)
     finally:
-        pipeline.Pipeline._slowest = slowest  # type: ignore[method-assign]
+        choice.Choice.found = found  # type: ignore[method-assign]
+
+
+def restore_with_a_slow_pace(path: str) -> list[str]:
+    """Eight groups, of which five have begun to travel when the pace is looked at."""
+    knobs = {"broadcast_memory_limit_bytes": 16 * MIB}
+    return restore_with_measured(path, 10e6, 1e9, knobs=knobs, pace=1e-3)
+
+
+def restore_with_a_bad_disk(path: str, fabric: float) -> None:
+    with injection.on(2, injection.read_error):
+        restore_with_measured(path, 10e6, fabric)
 
 
 def restore_with_bandwidths_of_their_own(path: str) -> None:
