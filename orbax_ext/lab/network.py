@@ -123,7 +123,7 @@ class Network:
         _ip("-n", name, "link", "set", device, "up")
         for namespace, end in ((name, device), (self._switch, f"p{device}")) if rate else ():
             # Many connections at once come from storage: a short queue would lose packets, and seconds with them.
-            queue = "1s" if bridge == "storage" else "200ms"
+            queue = "1s" if bridge == "storage" or self.links.shared else "200ms"
             shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", queue]
             _run("tc", "-n", namespace, "qdisc", "add", "dev", end, *shape)
 

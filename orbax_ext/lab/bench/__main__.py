@@ -20,7 +20,7 @@ from orbax_ext.lab.bench import plots, results, work
 from orbax_ext.lab.bench.scenarios import AUTO_TOLD, Scenario, scenarios
 
 _LIMIT = 600.0  # seconds for one restore
-_LONG = 75.0  # seconds after which two runs are enough
+_LONG = 75.0  # seconds after which a restore is not run again
 _OLDEST = "stock 0.11.33"
 _WAYS = ("plain", "stock", _OLDEST, "single", "spread", "auto", AUTO_TOLD)
 
@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m orbax_ext.lab.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="SCENARIO", help="some of the scenarios")
     parser.add_argument("--peers", nargs="+", choices=_WAYS, default=_WAYS, help="some of the ways to restore")
-    parser.add_argument("--repeat", type=int, help="times that each restore is run, instead of the scenario's own")
+    parser.add_argument(
+        "--repeat", type=int, help=f"times that each restore but {_OLDEST!r} is run, instead of the scenario's own"
+    )
     parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {_OLDEST!r}")
     parser.add_argument("--keep", action="store_true", help="keep what is there of the scenarios that are not run now")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
@@ -44,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     found = _earlier(args.out / "results.json", chosen) if args.keep else []
     for number, scenario in enumerate(chosen):
         print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
-        ways = [peer for peer in peers if peer != _OLDEST or scenario.oldest]
-        new = run(scenario, ways, args.repeat or scenario.repeat, args.oldest, unshaped)
+        new = run(scenario, peers, args.repeat or scenario.repeat, args.oldest, unshaped)
         found += new
         print(f"\n{results.table(scenario, new)}\n", flush=True)
         (args.out / "results.json").write_text(json.dumps(results.to_json(found, _about(unshaped)), indent=1))
@@ -83,7 +84,8 @@ def run(scenario: Scenario, peers: list[str], repeat: int, oldest: str | None, u
             found = []
             for peer in peers:
                 runs: list[results.Run] = []
-                while len(runs) < repeat and (len(runs) < 2 or sum(run.seconds for run in runs) < _LONG):
+                times = 1 if peer == _OLDEST else repeat  # it is there to be seen beside the newest
+                while len(runs) < times and sum(run.seconds for run in runs) < _LONG:
                     # New processes each time: what one restore leaves in memory is not the next one's.
                     with _hosts(scenario, net, oldest if peer == _OLDEST else None) as cluster:
                         runs.append(_measure(scenario, path, peer, cluster, net))

@@ -48,7 +48,7 @@ def _by_scenario(results: Sequence[Result]):  # type: ignore[no-untyped-def]
     if not scenarios:
         return None
     peers = [peer for peer in _COLOURS if any(found.peer == peer for found in shown)]
-    figure, axes = pyplot.subplots(figsize=(11, 0.62 * len(scenarios) + 1.4))
+    figure, axes = pyplot.subplots(figsize=(11, 0.95 * len(scenarios) + 1.4))
     height = 0.82 / len(peers)
     for row, scenario in enumerate(scenarios):
         for found in (found for found in shown if found.scenario == scenario):
@@ -65,7 +65,7 @@ def _by_scenario(results: Sequence[Result]):  # type: ignore[no-untyped-def]
     axes.set_xlabel("seconds to restore (logarithmic); black lines: what the links allow")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[peer]) for peer in peers]
     axes.legend(
-        handles, [_label(peer) for peer in peers], loc="upper center", bbox_to_anchor=(0.5, 1.12), ncol=6, frameon=False
+        handles, [_label(peer) for peer in peers], loc="upper center", bbox_to_anchor=(0.5, 1.06), ncol=4, frameon=False
     )
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -88,7 +88,7 @@ def _by_hosts(results: Sequence[Result]):  # type: ignore[no-untyped-def]
     axes.set_ylim(bottom=0)
     axes.set_xlabel("hosts (the same work for each)")
     axes.set_ylabel("seconds to restore")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
