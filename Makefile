@@ -9,6 +9,7 @@
 #   make check   lint, format check, strict types
 #   make fmt     format and mend what can be mended automatically
 #   make bench   restores on hosts with shaped links: plain and stock Orbax beside orbax_ext (BENCH_ARGS='--only dense')
+#   make bench-plan     plans for 671 billion parameters on up to 4,096 processes; writes the table in BUILD.md
 #   make bench-placement    peak memory of jax.device_put and orbax_ext.replicate on 1 to 8 processes
 #   make docs    rewrite the parts of the documents that are made from data
 #   make patches-check          every release: download, verify, patch, compile, take back
@@ -27,7 +28,7 @@ PYTHON313 ?= $(call find_python,3.13)
 
 EXAMPLES ?= 300
 
-.PHONY: bench bench-placement demo test test-oldest test-newest test-property test-property-oldest test-property-newest
+.PHONY: bench bench-placement bench-plan demo test test-oldest test-newest test-property test-property-oldest test-property-newest
 .PHONY: test-long test-long-oldest test-long-newest test-python313 test-fork test-matrix check fmt docs patches patches-check fork clean
 .PHONY: test-faults test-faults-oldest test-faults-newest faults-table bench-meetings
 
@@ -79,6 +80,9 @@ bench: $(NEWEST)/.ready $(OLDEST)/.ready
 	$(NEWEST)/bin/python -m pip install --quiet -c .ci/constraints/newest.txt -e '.[bench]'
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out .ci/bench $(BENCH_ARGS)
 	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.speed
+
+bench-plan: $(NEWEST)/.ready
+	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.bench_plan
 
 bench-placement: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement
