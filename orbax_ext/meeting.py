@@ -326,9 +326,18 @@ class Session:
             self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", self._stamped({"id": self.id}))
 
     def _reply_to_all(self, board: Board, reply: Payload) -> None:
-        for process, arrival in board.read(f"{self._subject}/in").items():
-            if arrival != _GAVE_UP and process != self._process:
-                board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", reply, self._most)
+        home = f"{self._subject}/in"
+        replies = {
+            process: f"{self._subject}/reply/{process}/{arrival['nonce']}"
+            for process, arrival in self._standing(board.read(home)).items()
+            if process != self._process
+        }
+        for key in replies.values():
+            board.put(key, reply, self._most)
+        # One who has given up meanwhile may have removed its replies before this one came.
+        still_there = self._standing(board.read(home))
+        for key in [key for process, key in replies.items() if process not in still_there]:
+            board.delete(key)
 
     def _publish(self, key: str, value: Payload) -> None:
         self._board.put(key, value, self._most)
@@ -341,7 +350,7 @@ class Session:
         looked = time.monotonic()
         before: Collection[int] = ()
         while True:
-            found = self._found(home)
+            found = self._standing(self._board.read(home))
             missing = self._not_in(found)
             if not missing:
                 self._last = _came_last(found, before)
@@ -447,9 +456,10 @@ class Session:
         offset = min(self._delays, default=0.0)
         return 0.0 if 0 <= offset <= _MESSAGE else offset
 
-    def _found(self, home: str) -> dict[int, Any]:
-        """The contributions that still stand."""
-        return {process: value for process, value in self._board.read(home).items() if value != _GAVE_UP}
+    @staticmethod
+    def _standing(found: Mapping[int, Any]) -> dict[int, Any]:
+        """The contributions that have not been taken back."""
+        return {process: value for process, value in found.items() if value != _GAVE_UP}
 
     def _not_in(self, found: Collection[int]) -> list[int]:
         return [process for process in range(self._processes) if process not in found]

@@ -37,6 +37,31 @@ class ServiceOfOneWhoMetAndLeft(Service):
         super().meanwhile()
 
 
+class ServiceOfOneWhoGivesUpMeanwhile(compat.LonelyClient):
+    """Process 1 waits, until process 0 is about to reply to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_value_set("orbax_ext/restore/in/1", json.dumps({"nonce": "n", "payload": {}}))
+        self.key_value_set("orbax_ext/restore/absent/2", json.dumps({"why": "no such step"}))
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        if "/reply/1/" in key:
+            waiting = meeting.Session(self, 1, 3, "restore", meeting.Limits(stall=5.0))
+            waiting._withdraw(waiting._board, "")
+        super().key_value_set(key, value, allow_overwrite)
+
+
+def test_a_reply_to_one_who_has_just_given_up_is_taken_back() -> None:
+    service = ServiceOfOneWhoGivesUpMeanwhile()
+    with (
+        pytest.raises(errors.RestoreFailedError, match="no such step"),
+        meeting.Session(service, 0, 3, "restore", meeting.Limits(stall=0.1)) as session,
+    ):
+        session.arrive({})
+    assert [key for key, _ in service.key_value_dir_get("orbax_ext/") if "/absent/" not in key] == []
+
+
 def _session(service: Service) -> meeting.Session:
     session = meeting.Session(service, 1, 2, "restore", meeting.Limits(stall=5.0))
     session.id = "s"
