@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,31 @@ from orbax_ext.plan.splitting import part_shape
 from orbax_ext.reading import OnDevices
 from orbax_ext.waiting import in_thread
 
+T = TypeVar("T")
+
 
 class Execution:
-    """What this process does for one plan, step by step."""
+    """What this process does for one plan, step by step.
 
-    def __init__(self, handler: type_handlers.ArrayHandler, request: wishes.Wishes, plan: RestorePlan) -> None:
+    Whatever runs a program does so in a thread, and is waited for no longer than `limit` seconds. Where a peer has died
+    in a collective, a program may have to wait for that; the event loop must not.
+    """
+
+    def __init__(
+        self, handler: type_handlers.ArrayHandler, request: wishes.Wishes, plan: RestorePlan, limit: float
+    ) -> None:
         self.plan = plan
         self._handler = handler
         self._request = request
+        self._limit = limit
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
         self._assembled: dict[int, tuple[jax.Array, ...]] = {}  # leaves of which not all slices have arrived
         self._missing = Counter(leaf.part.leaf for leaf in plan.items if leaf.part is not None)
 
-    def compile(self) -> None:
+    async def compile(self) -> None:
+        await self._in_thread(self._compile)
+
+    def _compile(self) -> None:
         for group in self.plan.groups:
             self._exchange(group).compile(self._ops(group))
             for bundle in group.bundles:
@@ -45,12 +57,12 @@ class Execution:
                     if self.plan.items[item].part is not None:
                         self._assembler(group, item)
 
-    async def connect(self, limit: float, *, measure: bool) -> float:
+    async def connect(self, *, measure: bool) -> float:
         """Opens the communicators; returns the bytes per second that this process receives by the first, if asked."""
         exchanges = list(dict.fromkeys(map(self._exchange, self.plan.groups)))
         for exchange in exchanges[measure:]:
-            await in_thread(exchange.connect, limit=limit)
-        return await in_thread(exchanges[0].measure, limit=limit) if measure else 0.0
+            await self._in_thread(exchange.connect)
+        return await self._in_thread(exchanges[0].measure) if measure else 0.0
 
     async def read(self, group: Group) -> list[OnDevices]:
         """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
@@ -58,9 +70,14 @@ class Execution:
         errands = [
             reading.Errand(self._wish(item), self.plan.items[item], sharding, block) for item, sharding, block in wanted
         ]
-        found = await reading.read(self._handler, errands)
-        by_item = {item: there for (item, _, _), there in zip(wanted, found, strict=True)}
-        return [self._contribution(group, bundle, by_item) for bundle in group.bundles]
+        arrays = await reading.read(self._handler, errands)
+
+        def contributions() -> list[OnDevices]:
+            read = zip(wanted, reading.as_blocks(arrays, errands), strict=True)
+            by_item = {item: there for (item, _, _), there in read}
+            return [self._contribution(group, bundle, by_item) for bundle in group.bundles]
+
+        return await self._in_thread(contributions)
 
     async def read_direct(self, leaves: Collection[int]) -> dict[int, jax.Array]:
         """Leaves that are read the ordinary way."""
@@ -69,19 +86,23 @@ class Execution:
         arrays = await type_handlers.ArrayHandler.deserialize(self._handler, *self._infos_and_args(leaves))
         return dict(zip(leaves, arrays, strict=True))
 
-    def start_exchange(
-        self, group: Group, contributions: list[OnDevices], limit: float
-    ) -> asyncio.Future[dict[int, jax.Array]]:
+    def start_exchange(self, group: Group, contributions: list[OnDevices]) -> asyncio.Future[dict[int, jax.Array]]:
         """Starts an exchange; the future has the finished arrays by leaf index."""
 
-        async def finish() -> dict[int, jax.Array]:
-            # In a thread: some backends run the program in the caller's.
-            received = await in_thread(self._exchange(group).run, self._ops(group), contributions, limit=limit)
+        def exchange() -> list[dict[jax.Device, jax.Array]]:
+            received = self._exchange(group).run(self._ops(group), contributions)
             contributions.clear()
-            await in_thread(jax.block_until_ready, [list(there.values()) for there in received], limit=limit)
-            return self._finished(group, self._by_item(group, received))
+            jax.block_until_ready([list(there.values()) for there in received])
+            return received
+
+        async def finish() -> dict[int, jax.Array]:
+            received = await self._in_thread(exchange)
+            return await self._in_thread(lambda: self._finished(group, self._by_item(group, received)))
 
         return asyncio.ensure_future(finish())
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await in_thread(function, limit=self._limit)
 
     # What a bundle asks for, by its kind.
 

@@ -128,7 +128,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)
             recorder.planned(request, plan)
-            restore = Execution(self, request, plan)
+            restore = Execution(self, request, plan, self.options.stall_timeout)
             # 4.-7. Connect and compile; then read groups while those before them travel.
             found = await Pipeline(session, request, restore, recorder, self.options).run()
             arrays = [found[index] for index in range(len(found))]

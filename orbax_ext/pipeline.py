@@ -28,7 +28,6 @@ class Pipeline:
         self._session = session
         self._restore = restore
         self._recorder = recorder
-        self._limit = options.stall_timeout
         self._reading = ReadAhead(self._read, budget.AHEAD[restore.plan.strategy])
         self._direct: dict[int, asyncio.Future[dict[int, jax.Array]]] = {}  # leaves of which the reading has begun
         self._arrays: dict[int, jax.Array] = {}
@@ -80,14 +79,13 @@ class Pipeline:
             return await self._restore.read(self._restore.plan.groups[number])
 
     async def _compile(self) -> None:
-        await self._recorder.timed("compile", in_thread(self._restore.compile, limit=self._limit))
+        await self._recorder.timed("compile", self._restore.compile())
 
     async def _connect(self) -> float:
-        connected = self._restore.connect(self._limit, measure=self._choice is not None)
-        return await self._recorder.timed("connect", connected)
+        return await self._recorder.timed("connect", self._restore.connect(measure=self._choice is not None))
 
     def _start(self, number: int, contributions: list[OnDevices]) -> None:
-        exchange = self._restore.start_exchange(self._restore.plan.groups[number], contributions, self._limit)
+        exchange = self._restore.start_exchange(self._restore.plan.groups[number], contributions)
         self._under_way = self._recorder.follow("exchange", exchange, group=number)
 
     async def _finish(self) -> None:

@@ -33,15 +33,20 @@ class Errand:
     block: Block
 
 
-async def read(handler: type_handlers.ArrayHandler, errands: Sequence[Errand]) -> list[OnDevices]:
+async def read(handler: type_handlers.ArrayHandler, errands: Sequence[Errand]) -> list[jax.Array]:
     """Reads this process's shards of what is asked for."""
     whole = [errand for errand in errands if errand.leaf.part is None]
     sliced = [errand for errand in errands if errand.leaf.part is not None]
     arrays, *views = await asyncio.gather(_read_whole(handler, whole), *(_read_slice(handler, each) for each in sliced))
     found = {id(errand): array for errand, array in zip([*whole, *sliced], [*arrays, *views], strict=True)}
+    return [found[id(errand)] for errand in errands]
+
+
+def as_blocks(arrays: Sequence[jax.Array], errands: Sequence[Errand]) -> list[OnDevices]:
+    """What was read, as a block on each of this process's devices."""
     return [
-        {shard.device: _as_carried(shard, errand.block) for shard in found[id(errand)].addressable_shards}
-        for errand in errands
+        {shard.device: _as_carried(shard, errand.block) for shard in array.addressable_shards}
+        for array, errand in zip(arrays, errands, strict=True)
     ]
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 
@@ -87,41 +88,63 @@ def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
-    """The process gets a signal from outside, as soon as the reader reads."""
+    """The process gets a signal from outside while the reader reads, when all have connected."""
+    from orbax_ext.execution import Execution
+
+    connect, connected = Execution.connect, threading.Event()
+
+    async def connect_and_tell(*args: Any, **kwargs: Any) -> float:
+        found = await connect(*args, **kwargs)
+        connected.set()
+        return found
 
     def watch() -> None:
         while not begun.exists():
             time.sleep(0.05)
+        if connected.wait(_SLOW / 2):  # stock Orbax has no such step
+            time.sleep(0.5)  # in which the others are through with it, too
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
-    yield
+    with mock.patch.object(Execution, "connect", connect_and_tell):
+        yield
+
+
+def exception_in_exchange(how: str) -> contextlib.AbstractContextManager[None]:
+    """The process runs out of memory just before it would enter the collective that moves data."""
+
+    def fail() -> None:
+        raise MemoryError("no room for the exchange")
+
+    # The first collective of ours only opens the communicator.
+    return before_collective(how, 2 if how == "ours" else 1, fail)
+
+
+def killed_before_collective(how: str, number: int) -> contextlib.AbstractContextManager[None]:
+    """The process is killed when the others enter a collective, the first or a later one; stock Orbax has only one."""
+    return before_collective(how, number if how == "ours" else 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @contextlib.contextmanager
-def exception_in_exchange(how: str) -> Iterator[None]:
-    """The process runs out of memory just before it would enter the collective that moves data."""
+def before_collective(how: str, number: int, action: Callable[[], None]) -> Iterator[None]:
+    """Something happens on this process just before it would enter a collective of a restore."""
     from orbax.checkpoint._src.multihost import multislice
 
     from orbax_ext.exchange import Exchange
 
     owner: Any = Exchange if how == "ours" else multislice
-    # The first call of ours only opens the communicator.
-    name, failing_call = ("_start", 2) if how == "ours" else ("broadcast_one_replica_to_all", 1)
+    name = "_start" if how == "ours" else "broadcast_one_replica_to_all"
     original, calls = getattr(owner, name), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == failing_call:
-            raise MemoryError("no room for the exchange")
+        if calls == number:
+            action()
         return original(*args, **kwargs)
 
-    setattr(owner, name, failing)
-    try:
+    with mock.patch.object(owner, name, failing):
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextlib.contextmanager

@@ -156,6 +156,16 @@ def exception_in_exchange(path: str, how: str) -> Record:
         return restore(path, how)
 
 
+def killed_while_connecting(path: str, how: str) -> Record:
+    with on(OTHER, lambda: injection.killed_before_collective(how, 1)):
+        return restore(path, how)
+
+
+def killed_in_exchange(path: str, how: str) -> Record:
+    with on(OTHER, lambda: injection.killed_before_collective(how, 2)):
+        return restore(path, how)
+
+
 def interrupted(path: str, how: str) -> Record:
     with on(READER, lambda: injection.signal_in_read(signal.SIGINT)):
         return restore(path, how)

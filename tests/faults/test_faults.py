@@ -71,6 +71,20 @@ FAULTS = [
     ),
     Fault("reader killed", scenarios.reader_killed, "RestoreTimeoutError", READER, dies=(READER,)),
     Fault("another process killed", scenarios.non_reader_killed, "RestoreTimeoutError", OTHER, dies=(OTHER,)),
+    Fault(
+        "another process killed while all connect",
+        scenarios.killed_while_connecting,
+        "RestoreFailedError",
+        OTHER,
+        dies=(OTHER,),
+    ),
+    Fault(
+        "another process killed in the exchange",
+        scenarios.killed_in_exchange,
+        "RestoreFailedError",
+        OTHER,
+        dies=(OTHER,),
+    ),
     Fault("one process never calls restore", scenarios.never_calls, "RestoreTimeoutError", OTHER),
     Fault(
         "one process asks for another tree", scenarios.another_tree, "PlanMismatchError", OTHER, told="has 'layer3' as"
@@ -138,6 +152,10 @@ class Arena:
             time.sleep(0.1)
         self.ours.signal(rank, signal.SIGCONT)
 
+    def told_of(self, outcome: lab.Outcome) -> str:
+        """An outcome of ours, with the end of that process's log."""
+        return "\n".join([str(outcome), *self.ours.log(outcome.rank).splitlines()[-60:]])
+
     def note(self, fault: str, ours: str) -> None:
         self._rows.append((fault, ours, None))
 
@@ -186,7 +204,7 @@ def test_every_survivor_ends_in_time_and_names_the_culprit(arena: Arena, fault: 
         if outcome.rank in fault.dies:
             assert outcome.state == "died", str(outcome)
             continue
-        assert outcome.ok, str(outcome)
+        assert outcome.ok, arena.told_of(outcome)
         record = outcome.value
         if record.outcome == "not called" or (fault.name.startswith("Keyboard") and outcome.rank == READER):
             continue
