@@ -42,6 +42,14 @@ def test_groups_hold_the_budget() -> None:
     assert all(group.device_bytes <= 4 * MIB for group in made.groups)
 
 
+def test_small_leaves_travel_in_one_vector_that_one_replica_reads() -> None:
+    made = plan(*[leaf(str(number), size=1024) for number in range(100)], replica_axis="dp", primary_replica_id=2)
+    (pack,) = made.groups[0].bundles
+    assert isinstance(pack, Pack)
+    assert pack.shares == ((), (), tuple(range(100)), ())
+    assert pack.summed
+
+
 def test_a_leaf_above_the_budget_travels_alone() -> None:
     made = plan(leaf("a"), leaf("big", size=9 * MIB), leaf("b"), replica_axis="dp")
     assert [group.leaves for group in made.groups] == [(0,), (1,), (2,)]

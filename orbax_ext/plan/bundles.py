@@ -50,6 +50,12 @@ class Pack:
     def leaves(self) -> tuple[int, ...]:
         return tuple(leaf for share in self.shares for leaf in share)
 
+    @property
+    def reader(self) -> int | None:
+        """The replica that reads all of it, if one does."""
+        readers = [replica for replica, share in enumerate(self.shares) if share]
+        return readers[0] if len(readers) == 1 else None
+
     def places(self, sizes: Mapping[int, int]) -> Iterator[tuple[int, int, int, int]]:
         """(replica, leaf, row, byte offset) for each leaf in the vectors that arrive; `sizes` are block bytes."""
         at = 0

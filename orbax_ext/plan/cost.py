@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from orbax_ext.options import Options
-from orbax_ext.plan.bundles import Pack, Sum
+from orbax_ext.plan.bundles import Pack, Stack
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan
 from orbax_ext.plan.topology import MeshInfo
@@ -80,8 +80,6 @@ class Load:
         if not self.groups:
             return read
         exchange = self.received / rates.fabric + self.groups * PER_GROUP
-        if rates.may_be_one_link:
-            return START + read + exchange
         return START + max(read, exchange) + min(read, exchange) / self.groups
 
 
@@ -103,10 +101,10 @@ class Costs:
             shares = self._shares_of(group)
             for bundle in group.bundles:
                 size = sum(self._items[item].block_bytes for item in bundle.leaves)
-                if isinstance(bundle, Sum):
+                if not isinstance(bundle, Stack) and bundle.reader is not None:
                     mine = shares.of_replica(bundle.reader)
                     read += mine * size
-                    reads += mine > 0
+                    reads += (mine > 0) * len(bundle.leaves)
                     received += shares.summed * size
                     continue
                 read += shares.devices * size / shares.replicas
@@ -211,11 +209,13 @@ def with_cheapest(
         apart = costs.direct(leaves).seconds(rates)
         together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
         needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
-        if apart >= together + needed:
+        # Of a link that carries both, an exchange asks as much as reading does.
+        in_vain = rates.may_be_one_link and pace is None
+        if apart >= together + needed and not in_vain:
             kept += groups
             reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
             continue
-        there = [] if rates.may_be_one_link else [group for group in groups if group in plan.groups[done:read]]
+        there = [] if in_vain else [group for group in groups if group in plan.groups[done:read]]
         there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
         rest = sources(plan, groups[len(there) :])
         beside = costs.direct([*rest, *plan.direct]).seconds(rates)
@@ -223,7 +223,8 @@ def with_cheapest(
             kept += there
             reasons.append(f"it had been read before the way was chosen ({rates})")
             leaves = rest
-        direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {together:.1f} s if exchanged ({rates})")
+        why = "storage and fabric may be one link" if in_vain else f"{together:.1f} s if exchanged"
+        direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {why} ({rates})")
     because = plan.because or "; ".join(dict.fromkeys(reasons))
     return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
 

@@ -76,10 +76,11 @@ def make_plan(
             cut = slices(leaves[index], index, {} if single else sizes, budget)
             chosen += range(len(items), len(items) + len(cut)) if cut else [index]
             items += cut
+        travelling = {index: items[index] for index in chosen}
         if single:
-            made: Iterable[bundles.Bundle] = [bundles.Sum(i, options.primary_replica_id or 0) for i in chosen]
+            made = _single(travelling, math.prod(sizes.values()), options.primary_replica_id or 0, budget)
         else:
-            made = _spread({index: items[index] for index in chosen}, sizes, budget)
+            made = _spread(travelling, sizes, budget)
         groups += _groups(mesh, axes, made, items, budget)
     return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
 
@@ -152,6 +153,16 @@ def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Op
             f"{', '.join(map(repr, axes))}. Give a number from 0 to {replicas - 1}."
         )
     return axes
+
+
+def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, budget: int) -> list[bundles.Bundle]:
+    """Bundles of which one replica reads all."""
+    sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
+    small = [index for index, size in sizes.items() if size < _SMALL]
+    made: list[bundles.Bundle] = [bundles.Sum(index, reader) for index, size in sizes.items() if size >= _SMALL]
+    for batch in _batches(small, sizes, max(1, budget // 2)):
+        made.append(bundles.make_pack(tuple(tuple(batch) if n == reader else () for n in range(replicas)), sizes))
+    return made
 
 
 def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) -> list[bundles.Bundle]:

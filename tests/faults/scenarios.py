@@ -24,7 +24,7 @@ from tests.multiprocess.world import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 # Integers of 32 bits: stock Orbax's broadcast does not change them, as it does some floating-point numbers.
-STATE = {f"layer{number}": Spec((128, 128), "int32", P("tp")) for number in range(6)}
+STATE = {f"layer{number}": Spec((1024, 128), "int32", P("tp")) for number in range(6)}
 STALL = 6.0  # seconds
 READER = 1  # not process 0, whose death ends the coordination service and with it every process
 OTHER = 2

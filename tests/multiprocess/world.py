@@ -36,15 +36,17 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """A mesh over all devices of the job, in their order."""
+    """A mesh over all devices of the job, in their order, or over some of them."""
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]
     types: tuple[str, ...] = ()  # "auto" or "explicit" for each axis; auto if not given
+    devices: tuple[int, ...] = ()  # their numbers, if not all
 
     def make(self) -> Mesh:
         types = [AxisType.Explicit if kind == "explicit" else AxisType.Auto for kind in self.types]
-        devices = np.array(jax.devices()).reshape(self.sizes)
+        every = jax.devices()
+        devices = np.array([every[number] for number in self.devices] or every).reshape(self.sizes)
         return Mesh(devices, self.names, axis_types=tuple(types) or (AxisType.Auto,) * len(self.names))
 
 

@@ -110,7 +110,7 @@ def scenarios() -> Iterator[Scenario]:
     yield _dense("dense_half", "half of it: what the stock handler can restore here by its defaults", usual, 512)
     yield _dense("dense_slow", "a quarter of it, on slower links", Links(80, 400), 256, repeat=1)
     yield _dense("fast_storage", "storage faster than fabric", Links(400, 80), 256)
-    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 512)
+    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 1024)
     yield _dense("capped_storage", "storage with a total cap", Links(320, 1600, storage_total=320))
     yield _dense("small_leaves", "5,000 leaves of 8 KiB", usual, leaf=(64, 64), leaves=5000)
     yield _dense("huge_leaf", "one leaf of 128 MiB", usual, leaf=(8192, 8192), leaves=1)
