@@ -112,14 +112,29 @@ class SavedArray:
 async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any) -> dict[str, SavedArray]:
     """The list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if it has none."""
     store = handler._array_metadata_store
-    by_process = await store.read(checkpoint_dir=checkpoint_dir) if store is not None else None
-    if not by_process:
+    if store is None:
         return {}
+    # Every process that saved has left one, all with the same arrays: there may be thousands, and one is enough.
+    listed = await store.read(checkpoint_dir=checkpoint_dir, process_index=0)
+    if listed is None:
+        by_process = await store.read(checkpoint_dir=checkpoint_dir) or {}
+        listed = next(iter(by_process.values()), [])
     found = {}
-    for metadata in next(iter(by_process.values())):
+    for metadata in listed:
         impl = (metadata.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")
         found[metadata.param_name] = SavedArray(tuple(metadata.chunk_shape), impl)
     return found
+
+
+def without_array_metadata(handler: type_handlers.ArrayHandler) -> type_handlers.ArrayHandler:
+    """The same handler, which reads arrays without the checkpoint's own list of them.
+
+    `ArrayHandler.deserialize` reads the lists of all processes that saved, each time it is called. They tell it which
+    arrays are typed PRNG keys.
+    """
+    reader = copy.copy(handler)
+    reader._array_metadata_store = None
+    return reader
 
 
 async def read_view(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import compat, packing, reading, wishes
 from orbax_ext import mesh as mesh_lib
-from orbax_ext import packing, reading, wishes
 from orbax_ext.assembly import Assembler, assembler
 from orbax_ext.exchange import Block, Exchange, GatherOp, Op, PackOp, SumOp, exchange_among
 from orbax_ext.plan import Bundle, Group, RestorePlan, Stack, Sum
@@ -37,6 +37,7 @@ class Execution:
     ) -> None:
         self.plan = plan
         self._handler = handler
+        self._reader = compat.without_array_metadata(handler)  # of groups, in which there are no typed PRNG keys
         self._request = request
         self._limit = limit
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
@@ -70,7 +71,7 @@ class Execution:
         errands = [
             reading.Errand(self._wish(item), self.plan.items[item], sharding, block) for item, sharding, block in wanted
         ]
-        arrays = await reading.read(self._handler, errands)
+        arrays = await reading.read(self._reader, errands)
 
         def contributions() -> list[OnDevices]:
             read = zip(wanted, reading.as_blocks(arrays, errands), strict=True)
