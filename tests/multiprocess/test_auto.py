@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -98,6 +100,12 @@ def test_processes_that_are_given_other_bandwidths_do_not_agree(small_cluster: l
         assert "bandwidths" in outcome.failure.message
 
 
+def test_the_lists_of_arrays_are_read_once_however_many_groups_there_are(
+    small_cluster: lab.Cluster, layers: str
+) -> None:
+    assert small_cluster.run(restore_and_count_lists, layers) == [(1, 8)] * 4
+
+
 @pytest.mark.parametrize("strategy", world.STRATEGIES)
 def test_what_is_under_way_keeps_to_the_limit(small_cluster: lab.Cluster, layers: str, strategy: str) -> None:
     knobs = {"strategy": strategy, "replica_axis": "dp", "stall_timeout": 60}
@@ -162,6 +170,24 @@ def restore_with_bandwidths_of_their_own(path: str) -> None:
 
     knobs = {"strategy": "auto", "storage_gbps": 1.0 + jax.process_index(), "fabric_gbps": 1.0}
     world.restore(path, STATE, MESH, knobs=knobs)
+
+
+def restore_and_count_lists(path: str) -> tuple[int, int]:
+    """How often Orbax's list of saved arrays is read by this process, and how many groups there are."""
+    from orbax_ext import compat
+
+    read, count = compat.ArrayMetadataStore.read, 0
+
+    async def read_and_count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return await read(*args, **kwargs)
+
+    with mock.patch.object(compat.ArrayMetadataStore, "read", read_and_count):
+        restore_and_tell_ways(path, {"strategy": "spread", "broadcast_memory_limit_bytes": 16 * MIB})
+    report = orbax_ext.last_report()
+    assert report is not None
+    return count, report.groups
 
 
 def restore_and_measure(path: str, knobs: dict[str, object]) -> int:
