@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
@@ -60,10 +61,13 @@ class Execution:
 
     async def connect(self, *, measure: bool) -> float:
         """Opens the communicators; returns the bytes per second that this process receives by the first, if asked."""
-        exchanges = list(dict.fromkeys(map(self._exchange, self.plan.groups)))
-        for exchange in exchanges[measure:]:
+        first, *others = dict.fromkeys(map(self._exchange, self.plan.groups))
+        for exchange in others:
             await self._in_thread(exchange.connect)
-        return await self._in_thread(exchanges[0].measure) if measure else 0.0
+        if measure:
+            return await self._in_thread(first.measure)
+        await self._in_thread(first.connect)
+        return 0.0
 
     async def read(self, group: Group) -> list[OnDevices]:
         """A process's contribution to an exchange: for each bundle, a block on each of its devices."""
@@ -98,12 +102,23 @@ class Execution:
 
         async def finish() -> dict[int, jax.Array]:
             received = await self._in_thread(exchange)
-            return await self._in_thread(lambda: self._finished(group, self._by_item(group, received)))
+
+            def put_in_place() -> dict[int, jax.Array]:
+                return self._finished(group, self._by_item(group, received))
+
+            return await self._in_thread(put_in_place)
 
         return asyncio.ensure_future(finish())
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await in_thread(function, limit=self._limit)
+        wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
+
+        @functools.wraps(function)
+        def call() -> T:
+            with jax.enable_x64(wide):
+                return function()
+
+        return await in_thread(call, limit=self._limit)
 
     # What a bundle asks for, by its kind.
 

@@ -166,7 +166,7 @@ class Session:
         """As `together`; each process brings its word when its work is done, and has everybody's afterwards."""
         self._phase = phase
         self._loop = asyncio.get_running_loop()
-        mine: Payload = {}
+        mine: Payload
         try:
             with self.reporting():
                 result = await work

@@ -57,7 +57,7 @@ class Pipeline:
                 if choice is not None and number == PACE_AFTER + 1 < self._groups:
                     choice.decide(await in_thread(session.meet, "pace", choice.found()), done=number)
             directly, _ = await session.together("hand over", both(self._read_direct(), self._finish()))
-        return self._arrays | directly
+            return self._arrays | directly
 
     async def _connect_and_choose(self) -> None:
         """Connects while all are together, so that a late reader harms nobody. Storage is not idle meanwhile."""
@@ -119,10 +119,12 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _until_done(self) -> Iterator[None]:
-        """Gives up what is still being read when the block is left."""
+        """Gives up what is still being read when the block is left, and lets go of what is the caller's now."""
         try:
             yield
         finally:
             self._reading.give_up(0)
             for task in {*self._direct.values(), *filter(None, [self._under_way])}:
                 abandon(task)
+            # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
+            self._arrays, self._direct, self._under_way = {}, {}, None

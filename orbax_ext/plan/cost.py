@@ -217,12 +217,13 @@ def with_cheapest(
             continue
         there = [] if in_vain else [group for group in groups if group in plan.groups[done:read]]
         there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
-        rest = sources(plan, groups[len(there) :])
-        beside = costs.direct([*rest, *plan.direct]).seconds(rates)
-        if there and costs.travelling(there).seconds(rates) < _BESIDE * beside:
-            kept += there
-            reasons.append(f"it had been read before the way was chosen ({rates})")
-            leaves = rest
+        if there:
+            rest = sources(plan, groups[len(there) :])
+            beside = costs.direct([*rest, *plan.direct]).seconds(rates)
+            if costs.travelling(there).seconds(rates) < _BESIDE * beside:
+                kept += there
+                reasons.append(f"it had been read before the way was chosen ({rates})")
+                leaves = rest
         why = "storage and fabric may be one link" if in_vain else f"{together:.1f} s if exchanged"
         direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {why} ({rates})")
     because = plan.because or "; ".join(dict.fromkeys(reasons))
@@ -234,8 +235,8 @@ def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) ->
     bound, begun = 0, set(sources(plan, kept))
     for number, group in enumerate(groups):
         if begun & set(sources(plan, [group])):
+            begun |= set(sources(plan, groups[bound : number + 1]))
             bound = number + 1
-            begun |= set(sources(plan, groups[:bound]))
     return bound
 
 

@@ -38,6 +38,13 @@ def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Clust
     assert world.all_of(cluster.run(save_and_restore, path, _all(STORABLE), "ours", strategy=strategy)) == []
 
 
+@pytest.mark.parametrize("strategy", world.STRATEGIES)
+def test_wide_types_come_back_where_only_the_calling_thread_has_them(
+    cluster: lab.Cluster, path: str, strategy: str
+) -> None:
+    assert world.all_of(cluster.run(restore_with_wide_types_here_only, path, _all(WIDE), strategy)) == []
+
+
 def test_the_exchange_carries_every_dtype_that_jax_has(cluster: lab.Cluster) -> None:
     assert world.all_of(cluster.run(exchange_all, [*PLAIN, *WIDE, *TINY, *FLOAT8])) == []
 
@@ -59,11 +66,12 @@ def test_stock_orbax_cannot_broadcast_int4(cluster: lab.Cluster, path: str) -> N
 
 
 def _all(dtypes: list[str]) -> dict[str, Spec]:
-    """A sharded matrix, a replicated vector and a scalar of each."""
+    """A sharded matrix, a replicated vector and a scalar of each, and a layer that is too large to be packed."""
+    small = [("matrix", (16, 6), P("tp")), ("vector", (7,), P()), ("scalar", (), P())]
     return {
         f"{dtype}_{name}": Spec(shape, dtype, spec)
         for dtype in dtypes
-        for name, shape, spec in [("matrix", (16, 6), P("tp")), ("vector", (7,), P()), ("scalar", (), P())]
+        for name, shape, spec in [*small, ("layer", (8, (128 << 10) // jnp.dtype(dtype).itemsize), P("tp"))]
     }
 
 
@@ -86,6 +94,13 @@ def save_and_restore(path: str, specs: dict[str, Spec], how: str, **knobs: str) 
         world.save(path, specs)
         axis = world.knobs_for(how, world.REPORTERS, "dp")
         return world.restore(path, specs, how=how, knobs={**axis, **knobs})
+
+
+def restore_with_wide_types_here_only(path: str, specs: dict[str, Spec], strategy: str) -> list[str]:
+    with wide_types():
+        world.save(path, specs)
+    with jax.enable_x64(True):
+        return world.restore(path, specs, knobs={"replica_axis": "dp", "strategy": strategy})
 
 
 def exchange_all(dtypes: list[str]) -> list[str]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import jax
+import orbax.checkpoint as ocp
 import pytest
 
+import orbax_ext
 from orbax_ext import lab
 from tests.faults import injection
 from tests.multiprocess import world
@@ -132,6 +138,11 @@ def _divisible(mesh: MeshSpec) -> dict[str, Spec]:
     return {**world.STATE, "quantized": Spec((16, 16), "int8", P("tp", None))}
 
 
+@pytest.mark.parametrize("strategy", ["single", "spread", "direct"])
+def test_what_the_caller_lets_go_of_is_freed_at_once(cluster: lab.Cluster, saved: str, strategy: str) -> None:
+    assert cluster.run(leaves_alive_after_they_were_let_go, saved, strategy) == [0] * 4
+
+
 # Run on the processes.
 
 
@@ -173,3 +184,19 @@ def restore_with_limits_of_their_own(path: str) -> int:
 
     limit = 600 if jax.process_index() == 2 else 1 << 30
     return restore_and_count_groups(path, {"replica_axis": "dp", "broadcast_memory_limit_bytes": limit})
+
+
+def leaves_alive_after_they_were_let_go(path: str, strategy: str) -> int:
+    """How many arrays stay until Python collects garbage, which may be long after their memory is wanted."""
+    abstract = world.abstract_state(world.STATE, world.REPORTERS.make())
+    args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
+    with orbax_ext.registered(strategy=strategy), ocp.CheckpointManager(path) as manager:
+        gc.collect()
+        gc.disable()
+        try:
+            restored = manager.restore(0, args=args)
+            arrays = [weakref.ref(array) for array in jax.tree.leaves(restored)]
+            del restored
+            return sum(array() is not None for array in arrays)
+        finally:
+            gc.enable()
