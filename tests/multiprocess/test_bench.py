@@ -53,7 +53,7 @@ def test_limits_are_what_the_links_allow() -> None:
     known = {scenario.name: scenario for scenario in scenarios()}
     assert known["dense"].limit() == pytest.approx((1 << 30) / 4 / 40e6)
     assert known["fast_storage"].limit() == pytest.approx((256 << 20) / 60e6)  # some travels while most is read
-    assert known["shared_link"].limit() == pytest.approx((512 << 20) / 50e6)
+    assert known["shared_link"].limit() == pytest.approx((1 << 30) / 50e6)
     assert known["capped_storage"].limit() == pytest.approx((128 << 20) / 40e6)
     assert known["hosts_2"].limit() == known["hosts_4"].limit() == known["hosts_8"].limit()
 
