@@ -68,11 +68,11 @@ def test_stock_orbax_cannot_broadcast_int4(cluster: lab.Cluster, path: str) -> N
 def _all(dtypes: list[str]) -> dict[str, Spec]:
     """A sharded matrix, a replicated vector and a scalar of each, and a layer that is too large to be packed."""
     small = [("matrix", (16, 6), P("tp")), ("vector", (7,), P()), ("scalar", (), P())]
-    return {
-        f"{dtype}_{name}": Spec(shape, dtype, spec)
-        for dtype in dtypes
-        for name, shape, spec in [*small, ("layer", (8, (128 << 10) // jnp.dtype(dtype).itemsize), P("tp"))]
-    }
+    found = {f"{dtype}_{name}": Spec(shape, dtype, spec) for dtype in dtypes for name, shape, spec in small}
+    # Plain Orbax, too, changes NaNs of which a layer of float8_e5m2 has some (JAX 0.12.0.1).
+    for dtype in (dtype for dtype in dtypes if dtype != "float8_e5m2"):
+        found[f"{dtype}_layer"] = Spec((8, (128 << 10) // jnp.dtype(dtype).itemsize), dtype, P("tp"))
+    return found
 
 
 # Run on the processes.
