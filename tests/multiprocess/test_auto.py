@@ -149,11 +149,8 @@ def restore_with_measured(
         assert really["fabric"] > 0
         return {**really, "storage": storage, "fabric": fabric, **others}
 
-    choice.Choice.found = find_otherwise  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(choice.Choice, "found", find_otherwise):
         return restore_and_tell_ways(path, {"strategy": "auto", **(knobs or {})}, state, mesh)
-    finally:
-        choice.Choice.found = found  # type: ignore[method-assign]
 
 
 def restore_with_a_slow_pace(path: str) -> list[str]:

@@ -69,7 +69,7 @@ def _all(dtypes: list[str]) -> dict[str, Spec]:
     """A sharded matrix, a replicated vector and a scalar of each, and a layer that is too large to be packed."""
     small = [("matrix", (16, 6), P("tp")), ("vector", (7,), P()), ("scalar", (), P())]
     found = {f"{dtype}_{name}": Spec(shape, dtype, spec) for dtype in dtypes for name, shape, spec in small}
-    # Plain Orbax, too, changes NaNs of which a layer of float8_e5m2 has some (JAX 0.12.0.1).
+    # A layer of float8_e5m2 has NaNs that plain Orbax changes, too (JAX 0.12.0.1).
     for dtype in (dtype for dtype in dtypes if dtype != "float8_e5m2"):
         found[f"{dtype}_layer"] = Spec((8, (128 << 10) // jnp.dtype(dtype).itemsize), dtype, P("tp"))
     return found
