@@ -65,7 +65,7 @@ faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults
 
 bench-meetings: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.bench_meetings --write
+	$(NEWEST)/bin/python -m bench.meetings --write
 
 check: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff check .
@@ -77,28 +77,28 @@ fmt: $(NEWEST)/.ready
 	$(NEWEST)/bin/ruff format .
 
 bench: $(NEWEST)/.ready $(OLDEST)/.ready
-	$(NEWEST)/bin/python -m pip install --quiet -c .ci/constraints/newest.txt -e '.[bench]'
-	$(NEWEST)/bin/python -m orbax_ext.lab.bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out .ci/bench $(BENCH_ARGS)
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.speed
+	$(NEWEST)/bin/python -m pip install --quiet -c constraints/newest.txt -e '.[bench]'
+	$(NEWEST)/bin/python -m bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out bench/results $(BENCH_ARGS)
+	$(NEWEST)/bin/python -m bench.tables
 
 bench-plan: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.bench_plan
+	$(NEWEST)/bin/python -m bench.planning
 
 bench-placement: $(NEWEST)/.ready
-	$(NEWEST)/bin/python -m orbax_ext.lab.bench_placement
+	$(NEWEST)/bin/python -m bench.placement
 
 docs: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.docs
+	$(NEWEST)/bin/python -m tools.docs
 
 patches: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.generate_patches
+	$(NEWEST)/bin/python -m tools.generate_patches
 
 patches-check: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.check_patches
+	$(NEWEST)/bin/python -m tools.check_patches
 
 fork: $(NEWEST)/.ready
 	@test -n "$(ORBAX)" || { echo 'Which release? Say, for example: make fork ORBAX=0.11.33' >&2; exit 2; }
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.fork $(ORBAX)
+	$(NEWEST)/bin/python -m tools.fork $(ORBAX)
 
 test-fork: $(NEWEST)/.ready
 	$(NEWEST)/bin/python -m pytest -m fork tests/fork $(PYTEST_ARGS)
@@ -109,20 +109,20 @@ test-python313: .venv/python313/.ready
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
 test-matrix: $(NEWEST)/.ready
-	PYTHONPATH=.ci $(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313) $(MATRIX_ARGS)
+	$(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313) $(MATRIX_ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info
 
 # What tests need beside the package: a real S3-compatible server.
-.venv/s3server/.ready: .ci/constraints/s3server.txt
+.venv/s3server/.ready: constraints/s3server.txt
 	$(PYTHON) -m venv --clear .venv/s3server
-	.venv/s3server/bin/python -m pip install --quiet -c .ci/constraints/s3server.txt 'moto[s3]' flask flask-cors
+	.venv/s3server/bin/python -m pip install --quiet -c constraints/s3server.txt 'moto[s3]' flask flask-cors
 	@touch $@
 
-# An environment is a name in .ci/constraints: oldest, newest, python313.
-.venv/%/.ready: .ci/constraints/%.txt setup.cfg pyproject.toml
+# An environment is a name in constraints: oldest, newest, python313.
+.venv/%/.ready: constraints/%.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Try make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear .venv/$*
-	.venv/$*/bin/python -m pip install --quiet -c .ci/constraints/$*.txt -e '.[test,check,s3]'
+	.venv/$*/bin/python -m pip install --quiet -c constraints/$*.txt -e '.[test,check,s3]'
 	@touch $@

@@ -16,15 +16,10 @@ Bad arguments are plain `ValueError`s that say what was expected, what was found
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import dataclasses
 import functools
-import traceback
 from collections.abc import Collection, Mapping
-from typing import Any
-
-from orbax_ext.scrub import scrub, sendable
 
 
 class RestoreError(Exception):
@@ -122,50 +117,6 @@ class DataMismatchError(ValueError):
     def __init__(self, message: str, leaves: Mapping[str, Collection[int]]) -> None:
         self.leaves = {leaf: tuple(sorted(processes)) for leaf, processes in leaves.items()}
         super().__init__(message)
-
-
-MAX_ERROR = 4096  # characters of a message that goes to every process
-_MAX_TRACEBACK = 16384
-
-
-def to_payload(error: BaseException) -> dict[str, str]:
-    """An error as text for the other processes: cut to size, without secrets."""
-    trace = sendable(scrub("".join(traceback.format_exception(error))))
-    cut_off = isinstance(error, (asyncio.CancelledError, GeneratorExit))
-    text = sendable(scrub(f"{type(error).__name__}: {'the restore was interrupted' if cut_off else error}"))
-    return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:], "kind": builtin_kind(error)}
-
-
-def failures(
-    outcomes: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str], phase: str
-) -> dict[int, ProcessFailure]:
-    """What went wrong, among the outcomes that all processes brought to a meeting."""
-    return {
-        process: ProcessFailure(
-            hosts[process],
-            phase,
-            str(outcome["error"]),
-            str(outcome.get("traceback", "")),
-            str(outcome.get("kind", "")),
-        )
-        for process, outcome in outcomes.items()
-        if "error" in outcome
-    }
-
-
-def to_verdict(error: RestoreFailedError | RestoreTimeoutError) -> dict[str, Any]:
-    """An error that one process has found for all, as plain data."""
-    if isinstance(error, RestoreTimeoutError):
-        return {"message": str(error), "missing": error.missing, "phases": error.phases}
-    return {"failures": {process: dataclasses.astuple(failure) for process, failure in error.failures.items()}}
-
-
-def from_verdict(verdict: Mapping[str, Any]) -> RestoreFailedError | RestoreTimeoutError:
-    """The same error on another process."""
-    if "failures" in verdict:
-        return restore_failed({int(p): ProcessFailure(*map(str, f)) for p, f in verdict["failures"].items()})
-    phases = {int(process): str(text) for process, text in verdict["phases"].items()}
-    return RestoreTimeoutError(str(verdict["message"]), [int(process) for process in verdict["missing"]], phases)
 
 
 def _count(items: Collection[object]) -> str:

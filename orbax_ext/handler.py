@@ -12,30 +12,27 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import (
-    accounting,
-    agreement,
-    arrival,
-    compat,
-    differences,
-    meeting,
-    progress,
-    report,
-    stacked_restore,
-    verification,
-    version,
-    wishes,
-)
-from orbax_ext import budget as budget_lib
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.execution import Execution
+from orbax_ext import version
+from orbax_ext.meeting import agreement, differences
+from orbax_ext.meeting.arrival import failing_together, raise_failures
+from orbax_ext.meeting.session import Limits, Session, open_session
+from orbax_ext.meeting.threads import Turn, in_thread
 from orbax_ext.options import Options
-from orbax_ext.pipeline import Pipeline
+from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.cost import Rates, with_cheapest
-from orbax_ext.plan.planner import digest, largest_stack
-from orbax_ext.recording import Recorder
-from orbax_ext.waiting import Turn, in_thread
+from orbax_ext.plan.planner import digest, largest_lane_batch
+from orbax_ext.report import progress
+from orbax_ext.report.collect import collect, recorded
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.report.report import summarize
+from orbax_ext.request import Request, make_request
+from orbax_ext.transfer import memory as budget_lib
+from orbax_ext.transfer.executor import Execution
+from orbax_ext.transfer.pipeline import Pipeline
+from orbax_ext.transfer.verify import verify, verify_alone
+from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
 _turn = Turn()
 
@@ -79,7 +76,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             progress=progress,
         )
         # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
-        array_handler_kwargs.setdefault("array_metadata_store", compat.ArrayMetadataStore())
+        array_handler_kwargs.setdefault("array_metadata_store", ArrayMetadataStore())
         super().__init__(
             replica_axis_index=replica_axis_index,
             primary_replica_id=primary_replica_id,
@@ -98,48 +95,48 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        with accounting.recorded() as recorder, progress.shown(self.options.progress, recorder):
-            async with arrival.failing_together(self.options):
+        with recorded() as recorder, progress.shown(self.options.progress, recorder):
+            async with failing_together(self.options):
                 # 1. Describe.
                 with recorder.span("describe"):
-                    request = await wishes.describe(self, infos, args)
+                    request = await make_request(self, infos, args)
                 # 2. Plan. Every process comes to the same plan, so all take the same way from here.
                 with recorder.span("plan"):
-                    stack = largest_stack(request.leaves, request.mesh_infos)
+                    stack = largest_lane_batch(request.leaves, request.mesh_infos)
                     own_budget = budget_lib.choose(self.options, request.device_bytes, stack)
                     plan = self._plan(request, own_budget)
-                recorder.planned(request, plan)
+                recorder.planned(len(request.leaves), request.mesh_infos, plan)
             _log_direct(request, plan)
             if not plan.groups and not _concerns_all_processes(request):
                 with recorder.span("read"):
                     arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
                 if self.options.verify:
                     with recorder.span("verify"):
-                        await verification.verify_alone(self._limits(), request, arrays)
+                        await verify_alone(self._limits(), request, arrays)
                 return arrays
             return await self._single_replica_deserialize_and_broadcast(request, own_budget, recorder)
 
     async def _single_replica_deserialize_and_broadcast(
-        self, request: wishes.Wishes, own_budget: int, recorder: Recorder
+        self, request: Request, own_budget: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
-        with meeting.open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
+        with open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
             recorder.session = session
             # 3. Meet: is everybody here, do all want the same?
             agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)
-            recorder.planned(request, plan)
+            recorder.planned(len(request.leaves), request.mesh_infos, plan)
             restore = Execution(self, request, plan, self.options.stall_timeout)
             # 4.-7. Connect and compile; then read groups while those before them travel.
             found = await Pipeline(session, request, restore, recorder, self.options).run()
             arrays = [found[index] for index in range(len(found))]
             if self.options.verify:
                 with recorder.span("verify"):
-                    await verification.verify(session, request, arrays)
+                    await verify(session, request, arrays)
             # 8. Hand over, and tell process 0 where the time went.
-            await accounting.collect(session, recorder)
+            await collect(session, recorder)
         return arrays
 
-    async def _arrive(self, session: meeting.Session, request: wishes.Wishes, own_budget: int) -> int:
+    async def _arrive(self, session: Session, request: Request, own_budget: int) -> int:
         wanted = {
             "tree": f"{len(request.leaves)} leaves with digest {digest([request.leaves, request.mesh_infos])}",
             **{name: repr(value) for name, value in self.options.must_agree().items()},
@@ -148,7 +145,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             "JAX version": jax.__version__,
         }
         arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
-        arrival.raise_failures(arrivals, session.hosts)
+        raise_failures(arrivals, session.hosts)
         wanted_by_all = {process: payload["wanted"] for process, payload in arrivals.items()}
         details = {}
         if "tree" in agreement.differing(wanted_by_all):
@@ -157,10 +154,10 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         agreement.check(wanted_by_all, session.hosts, details)
         return min(int(payload["budget"]) for payload in arrivals.values())
 
-    def _limits(self) -> meeting.Limits:
-        return meeting.Limits(self.options.stall_timeout, self.options.timeout)
+    def _limits(self) -> Limits:
+        return Limits(self.options.stall_timeout, self.options.timeout)
 
-    def _plan(self, request: wishes.Wishes, budget: int) -> RestorePlan:
+    def _plan(self, request: Request, budget: int) -> RestorePlan:
         group = budget_lib.group_bytes(budget)
         processes = jax.process_count()
         plan = make_plan(request.leaves, request.mesh_infos, self.options, processes=processes, budget=group)
@@ -190,18 +187,18 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         _turn.give_back(here)
 
 
-def _concerns_all_processes(request: wishes.Wishes) -> bool:
+def _concerns_all_processes(request: Request) -> bool:
     """Whether a leaf lies on all processes of a job of several, so that one of them alone can't go on without it."""
     processes = set(range(jax.process_count()))
     return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in request.mesh_infos)
 
 
-def _log_direct(request: wishes.Wishes, plan: RestorePlan) -> None:
+def _log_direct(request: Request, plan: RestorePlan) -> None:
     if plan.direct:
-        named = {request.wishes[index].leaf.name: reason for index, reason in plan.direct.items()}
+        named = {request.leaf_requests[index].leaf.name: reason for index, reason in plan.direct.items()}
         logging.info(
             "orbax_ext: %d of %d leaves are read the ordinary way: %s",
             len(named),
-            len(request.wishes),
-            report.summarize(named),
+            len(request.leaf_requests),
+            summarize(named),
         )

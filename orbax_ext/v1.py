@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from orbax_ext import compat, register
 from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.registration import handler_for_v1
+from orbax_ext.upstream.v1_contexts import hook_v1_array_handlers, v1_context_with
 
 
 def context(context: Any = None, **knobs: Any) -> Any:
@@ -25,5 +26,5 @@ def context(context: Any = None, **knobs: Any) -> Any:
     `use_load_and_broadcast` set, its `LoadAndBroadcastOptions` fill in the knobs that are not given.
     """
     BroadcastArrayHandler(**knobs)  # bad knobs shall fail here, not when something is loaded
-    compat.hook_v1_array_handlers(register.handler_for_v1)
-    return compat.v1_context_with(context, knobs)
+    hook_v1_array_handlers(handler_for_v1)
+    return v1_context_with(context, knobs)

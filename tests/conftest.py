@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.s3 import proxy as s3_proxy
-from tests.s3 import server as s3_server
+from tests.support import s3_proxy, s3_server
 
 # The programs of tests run once: to optimise them would take most of a test's time.
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -56,12 +55,12 @@ def bucket(s3_port: int) -> str:
 @pytest.fixture
 def s3(proxy: s3_proxy.FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """S3 enabled in this process, through the proxy; gives an s3:// directory that does not exist yet."""
-    from orbax_ext import storage
+    from orbax_ext.storage import s3
 
     for name, value in s3_server.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    storage.enable_s3(proxy.url, "us-east-1", retries=2, stall_seconds=2)
+    s3.enable_s3(proxy.url, "us-east-1", retries=2, stall_seconds=2)
     try:
         yield f"s3://{bucket}/run"
     finally:
-        storage.disable_s3()
+        s3.disable_s3()

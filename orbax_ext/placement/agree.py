@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_ext import errors, meeting
+from orbax_ext import errors
+from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.placement import pieces
 
 _TIMEOUT = 300.0
@@ -96,7 +97,7 @@ def _raise_faults(what: str, faults: Mapping[int, Sequence[Sequence[str]]], host
 
 def _raise_first_difference(
     what: str,
-    session: meeting.Session,
+    session: Session,
     mine: Sequence[Item],
     marks: Sequence[str],
     compared: Sequence[int],
@@ -148,11 +149,11 @@ def mismatch(
 
 
 @contextlib.contextmanager
-def _session(subject: str, title: str, timeout: float) -> Iterator[meeting.Session]:
+def _session(subject: str, title: str, timeout: float) -> Iterator[Session]:
     """A meeting of all processes of the job."""
-    limits = meeting.Limits(stall=timeout, total=timeout)
+    limits = Limits(stall=timeout, total=timeout)
     try:
-        with meeting.open_session(f"placement/{subject}", limits) as session:
+        with open_session(f"placement/{subject}", limits) as session:
             yield session
     except errors.RestoreTimeoutError as error:
         missing = ", ".join(str(process) for process in error.missing)

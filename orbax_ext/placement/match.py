@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from orbax_ext import compat
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.placement import pieces, put, specs
+from orbax_ext.upstream.runtime import join_arrays, tracing
 
 
 def match_sharding(tree: Any, like: Any) -> Any:
@@ -31,7 +31,7 @@ def _match(name: str, leaf: Any, like: Any) -> Any:
     target = put.sharding_of(like)
     if target is None:
         return leaf
-    if isinstance(leaf, jax.core.Tracer) or compat.tracing():
+    if isinstance(leaf, jax.core.Tracer) or tracing():
         return _match_traced(name, leaf, target)
     return _match_concrete(name, leaf, target)
 
@@ -90,7 +90,7 @@ def _respelled(leaf: jax.Array, target: Sharding) -> jax.Array:
     arrays = [held[device] for device in target.addressable_devices_indices_map(leaf.shape)]
     if leaf.sharding.memory_kind != target.memory_kind:
         return pieces.assemble(leaf.shape, leaf.dtype, target, arrays, weak_type=leaf.weak_type)
-    return compat.join_arrays(leaf.shape, leaf.dtype, target, arrays, weak_type=leaf.weak_type)
+    return join_arrays(leaf.shape, leaf.dtype, target, arrays, weak_type=leaf.weak_type)
 
 
 def _match_traced(name: str, leaf: Any, target: Sharding) -> Any:

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_ext import compat
 from orbax_ext.placement import specs
+from orbax_ext.upstream.runtime import is_jax_dtype, join_arrays
 
 
 def is_array(leaf: Any) -> bool:
     """Whether devices can hold this leaf. Python numbers, strings and the like stay what they are."""
     if isinstance(leaf, jax.Array):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and compat.is_jax_dtype(leaf.dtype)
+    return isinstance(leaf, np.ndarray | np.generic) and is_jax_dtype(leaf.dtype)
 
 
 def is_key(leaf: Any) -> bool:
@@ -73,7 +73,7 @@ def assemble(
     """Puts a piece on each of this process's devices, in the order of the sharding's index map, and joins them."""
     devices = list(sharding.addressable_devices_indices_map(shape))
     single = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-    return compat.join_arrays(shape, dtype, sharding, jax.device_put(pieces, single), weak_type=weak_type)
+    return join_arrays(shape, dtype, sharding, jax.device_put(pieces, single), weak_type=weak_type)
 
 
 def host_copy(what: str, name: str, leaf: Any) -> np.ndarray[Any, Any]:

@@ -1,8 +1,8 @@
 """What a restore will do, worked out from plain data: no devices, no I/O, the same on every process."""
 
-from orbax_ext.plan.bundles import Bundle, Pack, Stack, Sum
+from orbax_ext.plan.bundles import Bundle, LaneBatch, Pack, Sum
 from orbax_ext.plan.cost import Costs, Load, Rates, with_cheapest
-from orbax_ext.plan.leaves import Leaf, Part
+from orbax_ext.plan.leaves import Leaf, Slice
 from orbax_ext.plan.planner import Group, RestorePlan, make_plan
 from orbax_ext.plan.topology import MeshInfo
 
@@ -10,14 +10,14 @@ __all__ = [
     "Bundle",
     "Costs",
     "Group",
+    "LaneBatch",
     "Leaf",
     "Load",
     "MeshInfo",
     "Pack",
-    "Part",
     "Rates",
     "RestorePlan",
-    "Stack",
+    "Slice",
     "Sum",
     "make_plan",
     "with_cheapest",

@@ -22,7 +22,7 @@ class Sum:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class LaneBatch:
     """Leaves with equal blocks that all replicas read, a disjoint share each, and receive by an all-gather.
 
     The axes of `splits` cut each leaf's block along a dimension. The other replica axes are lanes: along them each
@@ -66,7 +66,7 @@ class Pack:
                 at += _padded(sizes[leaf])
 
 
-Bundle = Sum | Stack | Pack
+Bundle = Sum | LaneBatch | Pack
 
 
 def make_pack(shares: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> Pack:

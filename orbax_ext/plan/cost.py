@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from orbax_ext.options import Options
-from orbax_ext.plan.bundles import Pack, Stack
+from orbax_ext.plan.bundles import LaneBatch, Pack
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan
 from orbax_ext.plan.topology import MeshInfo
@@ -101,7 +101,7 @@ class Costs:
             shares = self._shares_of(group)
             for bundle in group.bundles:
                 size = sum(self._items[item].block_bytes for item in bundle.leaves)
-                if not isinstance(bundle, Stack) and bundle.reader is not None:
+                if not isinstance(bundle, LaneBatch) and bundle.reader is not None:
                     mine = shares.of_replica(bundle.reader)
                     read += mine * size
                     reads += (mine > 0) * len(bundle.leaves)
@@ -191,7 +191,7 @@ def with_cheapest(
     seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
     travel beside the others, which are read directly, if they arrive long before those.
     """
-    costs = Costs(plan.items, meshes, processes)
+    costs = Costs(plan.leaves, meshes, processes)
     if rates is None:
         everything = sources(plan, plan.groups)
         if not costs.direct(everything).is_tiny:
@@ -242,7 +242,7 @@ def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) ->
 
 def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
     """The leaves that groups bring, whole or in slices."""
-    parts = ((item, plan.items[item].part) for group in groups for item in group.leaves)
+    parts = ((item, plan.leaves[item].slice) for group in groups for item in group.leaves)
     return list(dict.fromkeys(item if part is None else part.leaf for item, part in parts))
 
 

@@ -7,7 +7,7 @@ import math
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Slice:
     """A slice of a leaf: of each device's block, `size` rows of a dimension, from `start` on."""
 
     leaf: int  # which leaf of the restore
@@ -29,7 +29,7 @@ class Leaf:
     spec: tuple[tuple[str, ...], ...] = ()  # for each dimension, the mesh axes that it is sharded over
     chunk: tuple[int, ...] | None = None  # shape of a stored chunk, None where that is not known
     divisible: bool = False  # whether a slice of it can be read
-    part: Part | None = None  # of which leaf this is a slice
+    slice: Slice | None = None  # of which leaf this is a slice
     direct_because: str = ""  # why it must be read the ordinary way; empty if it need not
 
     @property
@@ -44,7 +44,7 @@ class Leaf:
         """Into how many blocks a dimension is cut."""
         return self.shape[dim] // self.block[dim] if self.block[dim] else 1
 
-    def slice(self, part: Part) -> Leaf:
+    def cut(self, part: Slice) -> Leaf:
         """The part of this leaf, as a leaf of its own: the same rows of every device's block, one after the other."""
 
         def changed(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -54,5 +54,5 @@ class Leaf:
             self,
             shape=changed(self.shape, part.size * self.shards(part.dim)),
             block=changed(self.block, part.size),
-            part=part,
+            slice=part,
         )

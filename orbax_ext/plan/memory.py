@@ -13,15 +13,15 @@ AHEAD = {"spread": 2, "single": 1}
 _GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in place
 
 
-def limit(options: Options, state_bytes: int, stack_bytes: int, free: int) -> int:
+def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) -> int:
     """Bytes per device: what the user says, or an eighth of the state, if so much is free.
 
-    `stack_bytes` is what leaves take that only travel together; rather more under way than these one at a time.
+    `lane_batch_bytes` is what leaves take that only travel together; rather more under way than these one at a time.
     """
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
-    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE, stack_bytes * _GROUPS), int(free * factor)))
+    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _GROUPS), int(free * factor)))
 
 
 def group_bytes(limit: int) -> int:

@@ -39,7 +39,7 @@ class RestorePlan:
     """Who reads what and how it travels."""
 
     strategy: str  # of the leaves that travel: "spread" or "single"
-    items: tuple[Leaf, ...]  # what the indices in bundles refer to: the leaves, then slices of some of them
+    leaves: tuple[Leaf, ...]  # what the indices in bundles refer to: the leaves, then slices of some of them
     groups: tuple[Group, ...]
     direct: Mapping[int, str]  # leaf index: why it is read the ordinary way
     because: str = ""  # why the others travel, where that was a choice
@@ -85,7 +85,7 @@ def make_plan(
     return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
 
 
-def largest_stack(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
+def largest_lane_batch(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
     """Bytes per device of the largest leaves that only travel together, one for each replica, in their chunks."""
     most = 0
     for leaf in leaves:
@@ -186,7 +186,7 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
         count = math.prod(axes[lane] for lane in lanes)
         # Rather one leaf at a time than more under way than there is room for.
         whole = 0 if count * leaves[indices[0]].block_bytes > budget and lanes else len(indices) - len(indices) % count
-        made += [bundles.Stack(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
+        made += [bundles.LaneBatch(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
         for index in indices[whole:]:
             (lonely if leaves[index].block_bytes > _LARGE else small).append(index)
     replicas = math.prod(axes.values())

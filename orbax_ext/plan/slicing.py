@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
-from orbax_ext.plan.leaves import Leaf, Part
+from orbax_ext.plan.leaves import Leaf, Slice
 from orbax_ext.plan.splitting import chunk_counts, split
 
 
@@ -21,7 +21,7 @@ def slices(leaf: Leaf, index: int, axes: Mapping[str, int], most: int) -> list[L
     together = leaf.block_bytes * lanes_of(leaf, axes)
     best: tuple[tuple[bool, int, int], int, int] | None = None
     for dim, count in _ways(leaf):
-        one = leaf.slice(Part(index, dim, 0, leaf.block[dim] // count))
+        one = leaf.cut(Slice(index, dim, 0, leaf.block[dim] // count))
         lanes = lanes_of(one, axes)
         if count % lanes:  # the last ones would have nobody to travel with
             continue
@@ -33,7 +33,7 @@ def slices(leaf: Leaf, index: int, axes: Mapping[str, int], most: int) -> list[L
         return []
     _, dim, count = best
     size = leaf.block[dim] // count
-    return [leaf.slice(Part(index, dim, number * size, size)) for number in range(count)]
+    return [leaf.cut(Slice(index, dim, number * size, size)) for number in range(count)]
 
 
 def _ways(leaf: Leaf) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from orbax_ext.plan.bundles import Pack, Stack, Sum
+from orbax_ext.plan.bundles import LaneBatch, Pack, Sum
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan
 from orbax_ext.plan.topology import MeshInfo
@@ -77,21 +77,21 @@ def _count_group(group: Group, plan: RestorePlan, layout: _Layout, tally: _Tally
     arriving = 0
     summed: Counter[int] = Counter()
     for bundle in group.bundles:
-        first = plan.items[bundle.leaves[0]] if bundle.leaves else None
-        if isinstance(bundle, Stack) and first is not None:
+        first = plan.leaves[bundle.leaves[0]] if bundle.leaves else None
+        if isinstance(bundle, LaneBatch) and first is not None:
             cuts = [list(axes) for axes in (*first.spec, *((),) * (len(first.shape) - len(first.spec)))]
             for axis, dim in bundle.splits:
                 cuts[dim].append(axis)
             read, needed = layout.reads(_box(first, cuts), bundle.lanes)
             tally.read_by_all(bundle.leaves, read, needed)
-            arriving += sum(plan.items[leaf].block_bytes for leaf in bundle.leaves)
+            arriving += sum(plan.leaves[leaf].block_bytes for leaf in bundle.leaves)
         elif isinstance(bundle, Sum) and first is not None:
             tally.read(bundle.leaf, *layout.reads_of_replica(_box(first, first.spec), group.axes, bundle.reader))
             summed[bundle.reader] += first.block_bytes
         elif isinstance(bundle, Pack):
             for replica, share in enumerate(bundle.shares):
                 for index in share:
-                    leaf = plan.items[index]
+                    leaf = plan.leaves[index]
                     tally.read(index, *layout.reads_of_replica(_box(leaf, leaf.spec), group.axes, replica))
                     summed[replica] += leaf.block_bytes if bundle.summed else 0
             arriving += 0 if bundle.summed else bundle.words * _WORD * len(bundle.shares)
@@ -102,7 +102,7 @@ def _count_group(group: Group, plan: RestorePlan, layout: _Layout, tally: _Tally
 
 class _Tally:
     def __init__(self, leaves: Sequence[Leaf], plan: RestorePlan, processes: int) -> None:
-        self._owner = [item.part.leaf if item.part else index for index, item in enumerate(plan.items)]
+        self._owner = [item.slice.leaf if item.slice else index for index, item in enumerate(plan.leaves)]
         self._read = np.zeros(processes)
         self._received = np.zeros(processes)
         self._leaf_read = dict.fromkeys(range(len(leaves)), 0)

@@ -17,10 +17,9 @@ import jax
 import orbax.checkpoint as ocp
 
 import orbax_ext
-from tests.faults import injection
-from tests.faults.injection import on
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from tests.support import injection, world
+from tests.support.injection import on
+from tests.support.world import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 # Integers of 32 bits: stock Orbax's broadcast does not change them, as it does some floating-point numbers.
@@ -207,6 +206,6 @@ def save_soak(path: str) -> None:
 
 
 def coordination_keys() -> list[str]:
-    from orbax_ext import compat
+    from orbax_ext.upstream.runtime import coordination_client
 
-    return [key for key, _ in compat.coordination_client().key_value_dir_get("orbax_ext/")]
+    return [key for key, _ in coordination_client().key_value_dir_get("orbax_ext/")]

@@ -22,9 +22,11 @@ from concurrent import futures
 
 import pytest
 
-from orbax_ext import cli, lab
-from tests.faults import damage, scenarios, table
+from orbax_ext import lab
+from orbax_ext.cli import main
+from tests.faults import scenarios, table
 from tests.faults.scenarios import OTHER, READER, STALL, Record
+from tests.support import damage
 
 HANGS_AFTER = 15.0  # seconds after which a stock restore counts as hanging, unless a healthy one is that slow here
 _STOCK_LIMIT = 900.0  # seconds for all that waits for a stock cluster
@@ -236,7 +238,7 @@ def test_jax_itself_ends_the_job_when_process_0_dies(arena: Arena) -> None:
 def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) -> None:
     path = str(arena.place / "plain files")
     arena.ours.run(scenarios.save, path, ocdbt=False)
-    assert cli.main(["verify", "--write", path]) == 0
+    assert main.main(["verify", "--write", path]) == 0
     fault = Fault("chunk with the content of another, verify=True", scenarios.verified, "RestoreFailedError", READER)
     assert {record.outcome for record in arena.ours.run(scenarios.verified, path, "ours")} == {"restored"}
     damage.mix_up_chunks(path)
@@ -244,7 +246,7 @@ def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) ->
         assert outcome.value.outcome == "RestoreFailedError"
         assert "leaf 'layer3', box [:, :]: digest" in outcome.value.message
         assert "1 (" in outcome.value.message
-    assert cli.main(["verify", path]) == 1
+    assert main.main(["verify", path]) == 1
 
 
 def test_restores_with_random_faults_leave_memory_and_coordination_keys_flat(arena: Arena) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tools import fork, releases
 
 from orbax_ext import lab, version
 from tests.fork import scenarios
+from tools import fork, releases
 
 RELEASES = ("0.11.33", "0.12.3", "0.12.8")  # the oldest, one in the middle, the newest
 _CONSTRAINTS = {"0.11.33": "oldest"}  # else newest
@@ -65,7 +65,7 @@ def _environment(release: str, wheel: pathlib.Path) -> pathlib.Path:
     home = releases.ROOT / "build" / "fork" / release
     python = home / "bin" / "python"
     name = _CONSTRAINTS.get(release, "newest")
-    pins = (releases.ROOT / ".ci" / "constraints" / f"{name}.txt").read_text().splitlines(keepends=True)
+    pins = (releases.ROOT / "constraints" / f"{name}.txt").read_text().splitlines(keepends=True)
     if not (home / "ready").exists():
         _run(sys.executable, "-m", "venv", "--clear", str(home))
         constraints = home / "constraints.txt"

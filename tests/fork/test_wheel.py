@@ -10,9 +10,9 @@ import pathlib
 import zipfile
 
 import pytest
-from tools import fork, releases
 
-from orbax_ext import patching
+from orbax_ext.upstream import patching
+from tools import fork, releases
 
 pytestmark = pytest.mark.fork
 

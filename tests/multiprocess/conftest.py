@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import late_reader, world
+from tests.support import late_reader, world
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

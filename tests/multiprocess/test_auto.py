@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 
 import orbax_ext
-from orbax_ext import choice, lab
+from orbax_ext import lab
 from orbax_ext.lab import memory
-from tests.faults import injection
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from orbax_ext.transfer import choice
+from tests.support import injection, world
+from tests.support.world import MeshSpec, P, Spec
 
 MIB = 1 << 20
 MESH = MeshSpec((4, 2), ("dp", "tp"))
@@ -173,16 +173,16 @@ def restore_with_bandwidths_of_their_own(path: str) -> None:
 
 def restore_and_count_lists(path: str) -> tuple[int, int]:
     """How often Orbax's list of saved arrays is read by this process, and how many groups there are."""
-    from orbax_ext import compat
+    from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
-    read, count = compat.ArrayMetadataStore.read, 0
+    read, count = ArrayMetadataStore.read, 0
 
     async def read_and_count(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         return await read(*args, **kwargs)
 
-    with mock.patch.object(compat.ArrayMetadataStore, "read", read_and_count):
+    with mock.patch.object(ArrayMetadataStore, "read", read_and_count):
         restore_and_tell_ways(path, {"strategy": "spread", "broadcast_memory_limit_bytes": 16 * MIB})
     report = orbax_ext.last_report()
     assert report is not None

@@ -7,10 +7,10 @@ import pathlib
 
 import pytest
 
+from bench import __main__ as bench
+from bench import results
+from bench.scenarios import Scenario, scenarios
 from orbax_ext.lab import network
-from orbax_ext.lab.bench import __main__ as bench
-from orbax_ext.lab.bench import results
-from orbax_ext.lab.bench.scenarios import Scenario, scenarios
 from orbax_ext.lab.network import Links
 
 pytestmark = pytest.mark.once

@@ -13,11 +13,14 @@ import sys
 import jax
 import pytest
 
-from orbax_ext import cli, lab, rehearsal, verdict
-from orbax_ext.plan import MeshInfo, notation
-from orbax_ext.rehearsal import Request
-from tests.multiprocess import world
+from orbax_ext import lab
+from orbax_ext.cli import exits, main
+from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.cli.check.rehearsal import Request
+from orbax_ext.plan import MeshInfo
+from orbax_ext.plan.forecast import notation
 from tests.multiprocess.test_verification import damaging
+from tests.support import world
 
 pytestmark = pytest.mark.once
 
@@ -56,7 +59,7 @@ def test_what_plan_foresees_is_what_is_read_and_received(
     cluster: lab.Cluster, saved: str, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = cluster.run(rehearsal.rehearse, Request(saved, strategy=strategy))[0]
-    assert cli.main(["plan", saved, "--mesh", "pp=1,dp=4,tp=8", "--processes", "4", "--json"]) == cli.EXIT_OK
+    assert main.main(["plan", saved, "--mesh", "pp=1,dp=4,tp=8", "--processes", "4", "--json"]) == exits.EXIT_OK
     foreseen = json.loads(capsys.readouterr().out)["strategies"][strategy]
     state = facts.logical_bytes
     for process, told in facts.told.items():
@@ -148,7 +151,7 @@ def test_a_slow_reader_is_named() -> None:
 
 def test_the_command_starts_a_local_cluster(saved: str) -> None:
     done = run([*command(), saved, "--local", "2x2", "--json"])
-    assert done.returncode == cli.EXIT_OK, done.stderr
+    assert done.returncode == exits.EXIT_OK, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"]
     assert len(found["processes"]) == 2
@@ -159,7 +162,7 @@ def test_the_command_starts_a_local_cluster(saved: str) -> None:
 @needs_mpirun
 def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
     done = run([*mpirun(), "-n", "3", *command(), saved, "--mesh", "dp=3,tp=2"])
-    assert done.returncode == cli.EXIT_OK, done.stderr
+    assert done.returncode == exits.EXIT_OK, done.stderr
     assert done.stdout.count("verdict:") == 1
     assert done.stdout.startswith("check of ")  # what libraries print goes elsewhere
     last = done.stdout.splitlines()[-1]
@@ -171,7 +174,7 @@ def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
 def test_under_mpirun_a_failure_of_one_process_is_the_one_verdict(saved: str) -> None:
     words = [*mpirun(), "-n", "1", *command(), saved, ":", "-n", "1", *command(), f"{saved}-not-here"]
     done = run(words)
-    assert done.returncode == cli.EXIT_BAD_VERDICT, done.stderr
+    assert done.returncode == exits.EXIT_BAD_VERDICT, done.stderr
     assert done.stdout.count("verdict:") == 1
     assert "process 1" in done.stdout.splitlines()[-1]
     assert "does not exist" in done.stdout.splitlines()[-1]
@@ -182,7 +185,7 @@ def test_under_mpirun_a_failure_of_one_process_is_the_one_verdict(saved: str) ->
 def test_under_mpirun_a_process_that_never_comes_does_not_hold_up_the_verdict(saved: str) -> None:
     words = [*mpirun(), "-n", "1", *command(), saved, "--timeout", "2", ":", "-n", "1", "sleep", "100"]
     done = run(words)
-    assert done.returncode == cli.EXIT_BAD_VERDICT, done.stderr
+    assert done.returncode == exits.EXIT_BAD_VERDICT, done.stderr
     assert done.stdout.splitlines()[-1].startswith("verdict: FAILED: not all processes of the job came within 2 s")
 
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from orbax_ext import cli
+from orbax_ext.cli import exits, main
 
 
 def test_the_demo_shows_stock_orbax_beside_ours_and_succeeds_when_ours_is_exact() -> None:
     command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--processes", "2", "--devices", "2", "--megabytes", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == cli.EXIT_OK, done.stderr
+    assert done.returncode == exits.EXIT_OK, done.stderr
     rows = {row["way"]: row for row in json.loads(done.stdout)}
     assert rows["plain Orbax"]["exact"]
     assert not rows["Orbax, single replica"]["exact"]
@@ -23,7 +23,7 @@ def test_the_demo_shows_stock_orbax_beside_ours_and_succeeds_when_ours_is_exact(
 
 
 def test_bad_arguments_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--processes", "1"]) == cli.EXIT_CANNOT_RUN
+    assert main.main(["demo", "--processes", "1"]) == exits.EXIT_CANNOT_RUN
     assert capsys.readouterr().err == (
         "orbax-ext demo: a demo needs at least 2 processes, 1 device each and 1 megabyte\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import doors, plain
+from tests.support import doors, plain
 
 # In every release; the others of its kind share its way in.
 CORE = ("v1_load", "v1_own_context_with_load_and_broadcast")

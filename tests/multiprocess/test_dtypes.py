@@ -12,9 +12,9 @@ import pytest
 
 from orbax_ext import lab
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.exchange import Block, Exchange, GatherOp, Op, SumOp
-from tests.multiprocess import world
-from tests.multiprocess.world import P, Spec
+from orbax_ext.transfer.exchange import Block, Exchange, GatherOp, Op, SumOp
+from tests.support import world
+from tests.support.world import P, Spec
 
 FLOAT8 = [
     "float8_e3m4",

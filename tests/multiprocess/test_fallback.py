@@ -5,15 +5,18 @@ from __future__ import annotations
 import pathlib
 import shutil
 from typing import Any
+from unittest import mock
 
 import jax
 import orbax.checkpoint as ocp
 import pytest
 
 import orbax_ext
-from orbax_ext import compat, lab
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, Spec
+from orbax_ext import lab
+from orbax_ext.request import make_request
+from orbax_ext.upstream.runtime import coordination_client
+from tests.support import world
+from tests.support.world import MeshSpec, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 KNOBS = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
@@ -123,20 +126,13 @@ def restore_args(specs: dict[str, Spec]) -> Any:
 
 
 def fail_to_describe(path: str, rank: int) -> None:
-    from orbax_ext import wishes
-
-    original = wishes.describe
-
     async def describe(*args: Any) -> Any:
         if jax.process_index() == rank:
             raise OSError("no metadata here")
-        return await original(*args)
+        return await make_request(*args)
 
-    wishes.describe = describe  # type: ignore[assignment]
-    try:
+    with mock.patch("orbax_ext.handler.make_request", describe):
         restore_latest_step(path)
-    finally:
-        wishes.describe = original
 
 
 def restore_another_tree(path: str, rank: int) -> None:
@@ -145,7 +141,7 @@ def restore_another_tree(path: str, rank: int) -> None:
 
 
 def fail_in_exchange(path: str, rank: int) -> None:
-    from orbax_ext.exchange import Exchange
+    from orbax_ext.transfer.exchange import Exchange
 
     original = Exchange._start
     calls = 0
@@ -170,4 +166,4 @@ def restore_latest_step(path: str, specs: dict[str, Spec] = world.STATE) -> None
 
 
 def world_keys() -> list[str]:
-    return [key for key, _ in compat.coordination_client().key_value_dir_get("orbax_ext/")]
+    return [key for key, _ in coordination_client().key_value_dir_get("orbax_ext/")]

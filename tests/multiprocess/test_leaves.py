@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import leaves, plain
+from tests.support import leaves, plain
 
 ACCEPTED = [name for name in leaves.CASES if not name.startswith("refused")]
 WAYS: list[dict[str, object]] = [{"strategy": "single"}, {"strategy": "spread"}]

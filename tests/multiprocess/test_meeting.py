@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import pytest
 
-from orbax_ext import compat, lab, meeting
+from orbax_ext import lab
+from orbax_ext.meeting.session import Limits, gather, open_session, tell_absent, withdraw_absent
+from orbax_ext.upstream.runtime import coordination_client
 
 STALL = 4.0
-LIMITS = meeting.Limits(stall=STALL)
+LIMITS = Limits(stall=STALL)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,7 @@ def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> No
 
 def exchange(subject: str = "test") -> tuple[dict[int, Any], dict[int, Any]]:
     here = jax.process_index()
-    with meeting.open_session(subject, LIMITS) as session:
+    with open_session(subject, LIMITS) as session:
         arrivals = session.arrive({"text": f"here is {here}"})
         numbers = session.meet("numbers", {"number": here**2})
     return {p: each["text"] for p, each in arrivals.items()}, {p: each["number"] for p, each in numbers.items()}
@@ -184,7 +186,7 @@ def fail_on(rank: int) -> None:
         if jax.process_index() == rank:
             raise OSError("disk gone")
 
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
 
@@ -193,7 +195,7 @@ def stay_away(subject: str, rank: int) -> None:
     if jax.process_index() != rank:
         # Not all at once: one that gave up before must not be called missing by those who wait longer.
         time.sleep(0.5 * jax.process_index())
-        meeting.gather(subject, {}, LIMITS)
+        gather(subject, {}, LIMITS)
 
 
 def work_slowly(subject: str, rank: int, progress: Any, pause: float, total: float | None = None) -> None:
@@ -206,7 +208,7 @@ def work_slowly(subject: str, rank: int, progress: Any, pause: float, total: flo
                 done = each
                 await asyncio.sleep(pause)
 
-    with meeting.open_session(subject, meeting.Limits(STALL, total), lambda: done) as session:
+    with open_session(subject, Limits(STALL, total), lambda: done) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
 
@@ -250,25 +252,25 @@ def interrupt(rank: int) -> None:
         if jax.process_index() == rank:
             raise KeyboardInterrupt
 
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
 
 
 def be_absent(rank: int) -> None:
     if jax.process_index() == rank:
-        meeting.tell_absent("test", FileNotFoundError("no such step"))
-        meeting.gather("afterwards", {}, meeting.Limits(30))
-        meeting.withdraw_absent("test")
+        tell_absent("test", FileNotFoundError("no such step"))
+        gather("afterwards", {}, Limits(30))
+        withdraw_absent("test")
         return
     try:
-        meeting.gather("test", {}, meeting.Limits(60))
+        gather("test", {}, Limits(60))
     finally:
-        meeting.gather("afterwards", {}, meeting.Limits(30))
+        gather("afterwards", {}, Limits(30))
 
 
 def bring_too_much(rank: int) -> None:
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         session.meet("much", {"text": "x" * (1 << 17) if jax.process_index() == rank else ""})
 
@@ -278,7 +280,7 @@ def fail_at_length() -> None:
         if jax.process_index() == 1:
             raise OSError("äöü\x00\udc80\u2028" * 10000)
 
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
 
@@ -289,22 +291,22 @@ def fail_with_secret() -> None:
             os.environ["MY_API_TOKEN"] = "hunter2-hunter2"
             raise OSError(f"denied for {os.environ['MY_API_TOKEN']}")
 
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         asyncio.run(session.together("work", work()))
 
 
 def meet_often(times: int) -> list[str]:
-    limits = meeting.Limits(60)
+    limits = Limits(60)
     for _ in range(times):
-        with meeting.open_session("often", limits) as session:
+        with open_session("often", limits) as session:
             session.arrive({})
             session.meet("one")
     return keys_left()
 
 
 def meet_after(seconds: float, arrived: str) -> None:
-    with meeting.open_session("test", LIMITS) as session:
+    with open_session("test", LIMITS) as session:
         session.arrive({})
         (pathlib.Path(arrived) / str(jax.process_index())).touch()
         time.sleep(seconds)
@@ -315,7 +317,7 @@ def keys_left() -> list[str]:
     """What is left on the service once all are through; another process may be a moment behind."""
     deadline = time.monotonic() + 10
     while True:
-        left = [key for key, _ in compat.coordination_client().key_value_dir_get("orbax_ext/")]
+        left = [key for key, _ in coordination_client().key_value_dir_get("orbax_ext/")]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import strategies as st
 
 from orbax_ext import lab, options
-from tests.multiprocess import plain, recipes
-from tests.multiprocess.recipes import LeafRecipe, MeshRecipe, Recipe
+from tests.support import plain, recipes
+from tests.support.recipes import LeafRecipe, MeshRecipe, Recipe
 
 EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 # Of "direct" there is little to find out, and the rest matters more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import orbax.checkpoint as ocp
@@ -10,9 +11,11 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import orbax_ext
-from orbax_ext import compat, lab
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from orbax_ext import lab
+from orbax_ext.report.report import publish
+from orbax_ext.upstream import runtime
+from tests.support import world
+from tests.support.world import MeshSpec, P, Spec
 
 ARGS = ["ArrayRestoreArgs", "SingleReplicaArrayRestoreArgs", "bare sharding", "mesh and axes", "abstract tree alone"]
 CORE = {"SingleReplicaArrayRestoreArgs", "abstract tree alone"}
@@ -138,7 +141,7 @@ def _must_have_been_broadcast() -> None:
     report = orbax_ext.last_report()
     assert report is not None
     assert world.ways(report.strategy) <= {"single", "spread"}, report.strategy
-    orbax_ext.report.publish(None)
+    publish(None)
 
 
 def restore_what_cannot_be_broadcast(path: str) -> tuple[list[str], list[str]]:
@@ -166,16 +169,13 @@ def restore_what_cannot_be_broadcast(path: str) -> tuple[list[str], list[str]]:
 
 def watch_barriers(path: str) -> list[tuple[str, int, set[int]]]:
     seen = []
-    original = compat.sync_global_processes
+    original = runtime.sync_global_processes
 
     def watching(name: str, *, timeout: int, processes: set[int]) -> None:
         seen.append((name, timeout, processes))
         original(name, timeout=timeout, processes=processes)
 
-    compat.sync_global_processes = watching
-    try:
+    with mock.patch.object(runtime, "sync_global_processes", watching):
         knobs = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 600, "stall_timeout": 123}
         assert world.restore(path, world.STATE, knobs=knobs) == []
-    finally:
-        compat.sync_global_processes = original
     return seen

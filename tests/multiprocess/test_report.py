@@ -11,9 +11,11 @@ import jax
 import pytest
 
 import orbax_ext
-from orbax_ext import lab, meeting, recording, report, timeline
-from orbax_ext.report import RestoreReport
-from tests.multiprocess import world
+from orbax_ext import lab
+from orbax_ext.meeting import session
+from orbax_ext.report import recorder, timeline
+from orbax_ext.report.report import RestoreReport, publish
+from tests.support import world
 
 LATE = 2  # the process that reads late, where one does
 KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 4 << 20}
@@ -92,7 +94,7 @@ def _stored_bytes() -> int:
 
 
 def restore(path: str, knobs: dict[str, Any]) -> str:
-    report.publish(None)
+    publish(None)
     assert world.restore(path, world.STATE, knobs=knobs) == []
     return _last()
 
@@ -103,7 +105,7 @@ def restore_with_one_late(path: str, knobs: dict[str, Any]) -> str:
 
 
 def restore_and_watch(path: str, knobs: dict[str, Any]) -> list[str]:
-    from orbax_ext import progress
+    from orbax_ext.report import progress
 
     every, progress._LOG_EVERY = progress._LOG_EVERY, 0.5
     try:
@@ -115,7 +117,7 @@ def restore_and_watch(path: str, knobs: dict[str, Any]) -> list[str]:
 
 
 def restore_and_fail(path: str, knobs: dict[str, Any]) -> str:
-    report.publish(None)
+    publish(None)
     try:
         with _reading(error=OSError("the disk is gone") if jax.process_index() == 0 else None):
             world.restore(path, world.STATE, knobs=knobs)
@@ -133,11 +135,11 @@ def restore_with_clocks_apart(path: str, knobs: dict[str, Any]) -> str:
         def time() -> float:
             return time.time() + 1000.0 * (jax.process_index() - 1)
 
-    meeting.time = recording.time = Clock  # type: ignore[assignment, attr-defined]
+    session.time = recorder.time = Clock  # type: ignore[assignment, attr-defined]
     try:
         return restore(path, knobs)
     finally:
-        meeting.time = recording.time = time  # type: ignore[attr-defined]
+        session.time = recorder.time = time  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

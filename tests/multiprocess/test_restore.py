@@ -11,9 +11,8 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
-from tests.faults import injection
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from tests.support import injection, world
+from tests.support.world import MeshSpec, P, Spec
 
 CONTEXTS = ["none", pytest.param("set_mesh", marks=pytest.mark.core), "with mesh", "other mesh"]
 

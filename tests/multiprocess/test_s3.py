@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from orbax_ext import lab, rehearsal, verdict
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec
-from tests.s3 import server as s3_server
-from tests.s3.proxy import Fault, FaultProxy
+from orbax_ext import lab
+from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.storage import s3 as s3_lib
+from tests.support import s3_server, world
+from tests.support.s3_proxy import Fault, FaultProxy
+from tests.support.world import MeshSpec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {name: spec for name, spec in world.STATE.items() if name != "embedding"}
@@ -158,9 +159,7 @@ _manager: Any = None
 def save(path: str, step: int = 0) -> None:
     import orbax.checkpoint as ocp
 
-    from orbax_ext import storage
-
-    storage.enable_s3(retries=2)
+    s3_lib.enable_s3(retries=2)
     with ocp.CheckpointManager(path) as manager:
         manager.save(step, args=ocp.args.PyTreeSave(world.make_state(STATE, MESH.make())))
         manager.wait_until_finished()
@@ -169,10 +168,8 @@ def save(path: str, step: int = 0) -> None:
 def make_manager(path: str, share_metadata: bool = True) -> None:
     import orbax.checkpoint as ocp
 
-    from orbax_ext import storage
-
     global _manager
-    storage.enable_s3(retries=2, stall_seconds=20, share_metadata=share_metadata)
+    s3_lib.enable_s3(retries=2, stall_seconds=20, share_metadata=share_metadata)
     _manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True))
 
 
@@ -221,10 +218,10 @@ def latest_step(path: str) -> int | None:
 def share_what_fails_first() -> str:
     import jax
 
-    from orbax_ext import compat
-    from orbax_ext.storage import once
+    from orbax_ext.meeting import once
+    from orbax_ext.upstream.runtime import coordination_client
 
-    client = compat.coordination_client()
+    client = coordination_client()
 
     def work() -> str:
         if client.key_value_increment("tries", 1) == 1:
@@ -240,10 +237,10 @@ def share_what_fails_first() -> str:
 def share_a_long_result() -> int:
     import jax
 
-    from orbax_ext import compat
-    from orbax_ext.storage import once
+    from orbax_ext.meeting import once
+    from orbax_ext.upstream.runtime import coordination_client
 
-    client = compat.coordination_client()
+    client = coordination_client()
 
     def work() -> str:
         client.key_value_increment("long tries", 1)

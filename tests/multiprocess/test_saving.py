@@ -9,7 +9,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess import world
+from tests.support import world
 
 KINDS = [pytest.param("manager", marks=pytest.mark.core), "Checkpointer", "AsyncCheckpointer", "StandardCheckpointer"]
 

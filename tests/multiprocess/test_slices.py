@@ -6,9 +6,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_ext
-from orbax_ext import lab, storage_metrics
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from orbax_ext import lab
+from orbax_ext.storage import counters
+from tests.support import world
+from tests.support.world import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {
@@ -77,7 +78,7 @@ def restore_and_count_groups(path: str, knobs: dict[str, object]) -> int:
 
 
 def restore_and_count_bytes(path: str, limit: int) -> int:
-    before = storage_metrics.bytes_read()
+    before = counters.bytes_read()
     knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": limit}
     assert world.restore(path, STATE, MESH, knobs=knobs) == []
-    return storage_metrics.bytes_read() - before
+    return counters.bytes_read() - before

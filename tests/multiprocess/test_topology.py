@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import plain, topologies
+from tests.support import plain, topologies
 
 KNOBS = {"replica_axis": "dp", "strategy": "single"}
 OTHERS = {"2x4": (2, 4), "8x1": (8, 1), "1x8": (1, 8)}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from orbax_ext import lab
-from tests.multiprocess import call_shapes, plain, trainers, world
+from tests.support import call_shapes, plain, trainers, world
 
 STEPS, SAVE_AT = 6, 3
 

@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_ext
-from orbax_ext import cli, lab, verification
-from tests.multiprocess import world
-from tests.multiprocess.world import MeshSpec, P, Spec
+from orbax_ext import lab
+from orbax_ext.cli import main
+from orbax_ext.transfer.verify import verify
+from tests.support import world
+from tests.support.world import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 KNOBS = {"replica_axis": "dp", "stall_timeout": 30, "verify": True}
@@ -33,7 +36,7 @@ def kept(team: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with digests beside it."""
     path = str(tmp_path_factory.mktemp("kept") / "checkpoint")
     team.run(world.save, path, STATE, MESH)
-    assert cli.main(["verify", "--write", path]) == 0
+    assert main.main(["verify", "--write", path]) == 0
     return path
 
 
@@ -101,15 +104,15 @@ def test_the_command_tells_good_damaged_and_unknown_apart(
 ) -> None:
     team.run(world.save, path, STATE, MESH)
     before = sorted(file for file in pathlib.Path(path).rglob("*"))
-    assert cli.main(["verify", path]) == 2
+    assert main.main(["verify", path]) == 2
     assert "verify --write" in capsys.readouterr().err
-    assert cli.main(["verify", "--write", path]) == 0
+    assert main.main(["verify", "--write", path]) == 0
     beside = [file for file in pathlib.Path(path).rglob("*") if file not in before]
     assert [file.name for file in beside] == [".0.default.orbax_ext_digests.json"]
-    assert cli.main(["verify", path, "--step", "0", "--json"]) == 0
+    assert main.main(["verify", path, "--step", "0", "--json"]) == 0
     capsys.readouterr()
     beside[0].write_text(beside[0].read_text().replace('"digest": "', '"digest": "0', 1))
-    assert cli.main(["verify", path]) == 1
+    assert main.main(["verify", path]) == 1
     assert f"1 of {len(STATE)} arrays are bad" in capsys.readouterr().out
 
 
@@ -131,20 +134,16 @@ def restore_and_damage(
 @contextlib.contextmanager
 def damaging(leaf: str, ranks: list[int]) -> Iterator[None]:
     """Changes one element of a leaf on the last device of some processes, after the exchange."""
-    original = verification.verify
 
     async def damaged(session: Any, request: Any, arrays: Any) -> None:
         arrays = list(arrays)
         index = next(i for i, each in enumerate(request.leaves) if each.name == leaf)
         if jax.process_index() in ranks:
             arrays[index] = _with_a_changed_element(arrays[index])
-        await original(session, request, arrays)
+        await verify(session, request, arrays)
 
-    verification.verify = damaged
-    try:
+    with mock.patch("orbax_ext.handler.verify", damaged):
         yield
-    finally:
-        verification.verify = original
 
 
 def _with_a_changed_element(array: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess.placement.helpers import no_programs, said_by, waits_for_process_1
+from tests.support.placement import no_programs, said_by, waits_for_process_1
 
 
 def met_again_and_again() -> None:

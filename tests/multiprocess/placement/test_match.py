@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess.placement.helpers import (
+from tests.support.placement import (
     AUTO,
     EXPLICIT,
     P,

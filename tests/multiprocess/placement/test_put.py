@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess.placement.helpers import (
+from tests.support.placement import (
     P,
     assert_holds,
     each_scope,
@@ -281,9 +281,9 @@ def parts_on_every_local_device() -> str:
 
 
 def peak_memory(way: str) -> int:
-    from orbax_ext.lab import bench_placement
+    from bench import placement
 
-    return bench_placement.measure(way, 16)
+    return placement.measure(way, 16)
 
 
 @pytest.mark.parametrize(

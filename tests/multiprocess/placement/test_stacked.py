@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess.placement.helpers import (
+from tests.support.placement import (
     EXPLICIT,
     P,
     assert_holds,

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import orbax_ext
 from orbax_ext import lab
-from tests.multiprocess.placement.helpers import EXPLICIT, P, assert_holds, make_mesh
+from tests.support.placement import EXPLICIT, P, assert_holds, make_mesh
 
 ONE: dict[str, Any] = {
     "w": np.arange(48, dtype=np.float32).reshape(8, 6),

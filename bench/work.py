@@ -1,0 +1,180 @@
+"""What the benchmark runs on every process. Imported there, with whatever Orbax the process has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_ext
+from bench.scenarios import AUTO_TOLD, Scenario
+from orbax_ext.lab import handlers, memory, network
+from orbax_ext.upstream.array_handler import ArrayMetadataStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One restore, as one process saw it."""
+
+    started: float
+    ended: float
+    exact: bool
+    peak: int  # resident bytes above what there was before
+    fabric_received: int
+    idle_seconds: float  # of all cores of the machine meanwhile
+    compile_seconds: float = 0.0
+    report: str = ""
+
+
+def save(scenario: Scenario, path: str) -> None:
+    state = {name: _make(scenario, number) for number, name in enumerate(_names(scenario))}
+    handler = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=scenario.replica_parallel, array_metadata_store=ArrayMetadataStore()
+    )
+    with handlers.installed(handler), ocp.CheckpointManager(path) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+
+
+def restore(scenario: Scenario, path: str, peer: str, url: str) -> Measured:
+    """Restores with one of the peers and compares every byte afterwards."""
+    handler = _handler(scenario, peer)
+    sharding = _sharding(scenario)
+    abstract = {name: jax.ShapeDtypeStruct(scenario.leaf, jnp.bfloat16, sharding=sharding) for name in _names(scenario)}
+    args = {
+        name: ocp.ArrayRestoreArgs(sharding=sharding, global_shape=scenario.leaf, dtype=jnp.bfloat16)
+        for name in abstract
+    }
+    if peer.startswith("stock"):
+        single = _replica_sharding(scenario)
+        args = {
+            name: ocp.type_handlers.SingleReplicaArrayRestoreArgs(
+                sharding=sharding, single_replica_sharding=single, global_shape=scenario.leaf, dtype=jnp.bfloat16
+            )
+            for name in abstract
+        }
+    with _served(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
+        multihost_utils.sync_global_devices("bench")
+        before, idle, taken = _received(), network.idle_seconds(), []
+
+        def step() -> None:
+            started = time.monotonic()
+            state = manager.restore(0, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
+            jax.block_until_ready(state)
+            taken.extend([started, time.monotonic(), network.idle_seconds(), state])
+
+        peak = memory.peak_growth(step)
+        started, ended, idle_then, state = taken
+        received, idle = _received() - before, idle_then - idle
+    account = orbax_ext.last_report() if not peer.startswith(("stock", "plain")) else None
+    compiled = account.seconds.get("compile", 0.0) if account is not None else 0.0
+    return Measured(started, ended, _is_exact(scenario, state), peak, received, idle, compiled, str(account or ""))
+
+
+def _names(scenario: Scenario) -> list[str]:
+    return [f"leaf_{number:04}" for number in range(scenario.leaves)]
+
+
+def _mesh(scenario: Scenario) -> Mesh:
+    sizes = [size for _, size in scenario.mesh]
+    return Mesh(np.array(jax.devices()).reshape(sizes), [axis for axis, _ in scenario.mesh])
+
+
+def _sharding(scenario: Scenario) -> NamedSharding:
+    return NamedSharding(_mesh(scenario), PartitionSpec(*scenario.spec))
+
+
+def _replica_sharding(scenario: Scenario) -> NamedSharding:
+    mesh = _mesh(scenario)
+    at = mesh.axis_names.index(scenario.replica_axis)
+    here = next(
+        where[at] for where, device in np.ndenumerate(mesh.devices) if device.process_index == jax.process_index()
+    )
+    part = np.take(mesh.devices, [here], axis=at)
+    return NamedSharding(Mesh(part, mesh.axis_names), PartitionSpec(*scenario.spec))
+
+
+def _handler(scenario: Scenario, peer: str) -> Any:
+    if peer.startswith("plain"):
+        return ocp.type_handlers.ArrayHandler(array_metadata_store=ArrayMetadataStore())
+    if peer.startswith("stock"):
+        at = [axis for axis, _ in scenario.mesh].index(scenario.replica_axis)
+        # Left to itself it takes seven times the state on every host: for the largest, more than the machine has.
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = 7 * scenario.host_bytes * scenario.hosts
+        limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
+        return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
+    if peer == AUTO_TOLD:
+        storage, fabric = scenario.gbps
+        return orbax_ext.BroadcastArrayHandler(strategy="auto", storage_gbps=storage, fabric_gbps=fabric)
+    return orbax_ext.BroadcastArrayHandler(strategy=peer)
+
+
+def _data(scenario: Scenario, number: int) -> np.ndarray:
+    """Random bits: nothing to compress, and NaN payloads, -0.0 and denormals among them."""
+    words = np.random.default_rng(number).integers(0, 1 << 16, scenario.leaf, np.uint16)
+    return words.view(jnp.bfloat16)
+
+
+def _make(scenario: Scenario, number: int) -> jax.Array:
+    data = _data(scenario, number)
+    return jax.make_array_from_callback(scenario.leaf, _sharding(scenario), lambda index: data[index])
+
+
+def _is_exact(scenario: Scenario, state: dict[str, jax.Array]) -> bool:
+    for number, name in enumerate(_names(scenario)):
+        bits = _data(scenario, number).view(np.uint16)
+        for shard in state[name].addressable_shards:
+            if not np.array_equal(np.asarray(shard.data).view(np.uint16), bits[shard.index]):
+                return False
+    return True
+
+
+def _received() -> int:
+    """Bytes that came in over the fabric so far; over loopback nothing can be told apart."""
+    return sum(received for name, received, _ in network.interface_bytes() if name.startswith("f"))
+
+
+@contextlib.contextmanager
+def _served(path: str, url: str) -> Iterator[None]:
+    """Has TensorStore read the checkpoint's arrays from the storage server instead of from the disk."""
+    if not url:
+        yield
+        return
+    root = os.path.realpath(pathlib.Path(path).parent) + "/"
+    found = ts.open
+
+    def opened(spec: Any, *args: Any, **kwargs: Any) -> Any:
+        return found(
+            ts.Spec(_over_http(spec if isinstance(spec, dict) else spec.to_json(), root, url)), *args, **kwargs
+        )
+
+    ts.open = opened
+    try:
+        yield
+    finally:
+        ts.open = found
+
+
+def _over_http(value: Any, root: str, url: str) -> Any:
+    if isinstance(value, list):
+        return [_over_http(each, root, url) for each in value]
+    if isinstance(value, str) and value.startswith(f"file://{root}"):
+        return url + "/" + value.removeprefix(f"file://{root}")
+    if isinstance(value, dict):
+        if value.get("driver") == "file" and str(value.get("path", "")).startswith(root):
+            return {"driver": "http", "base_url": url, "path": "/" + value["path"].removeprefix(root)}
+        return {name: _over_http(each, root, url) for name, each in value.items()}
+    return value

@@ -1,0 +1,194 @@
+"""`orbax-ext inspect`: what a checkpoint holds, how it is stored, and whether it is complete."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from orbax_ext import text as text_lib
+from orbax_ext.cli import exits, paths
+from orbax_ext.storage import checkpoint
+from orbax_ext.storage.checkpoint import Item, Leaf, Manager, Step
+
+_EPILOG = """examples:
+  orbax-ext inspect /ckpt/run7               the steps, which of them are committed, how large they are
+  orbax-ext inspect /ckpt/run7 --step 1200   the tree of one step: shapes, dtypes, chunks, bytes
+  orbax-ext inspect s3://bucket/run7/1200 --json
+
+Reads metadata only, needs no devices. Exit code 0: all is there; 1: no step is committed, or arrays are missing;
+2: not a checkpoint, or one that was never finished.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Shows the steps of a CheckpointManager's directory, or the tree of one checkpoint with shapes, "
+        "dtypes, stored chunks, bytes on disk, and the mesh it was saved on."
+    )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
+    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with paths.readable(args.checkpoint):
+        found = checkpoint.inspect(args.checkpoint, args.step)
+    if isinstance(found, Manager):
+        print(json.dumps(_manager_data(found), indent=2) if args.json else _manager_text(found))
+        return exits.EXIT_OK if any(step.state.committed for step in found.steps) else exits.EXIT_BAD_VERDICT
+    data = {"path": args.checkpoint, "items": [_item_data(item) for item in found]}
+    print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in found))
+    return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in found for leaf in item.leaves) else exits.EXIT_OK
+
+
+def _manager_text(manager: Manager) -> str:
+    rows = [
+        (
+            step.name,
+            "committed" if step.state.committed else "UNFINISHED",
+            text_lib.size(step.bytes_on_disk),
+            str(step.files),
+            "-" if step.seconds_to_save is None else text_lib.seconds(step.seconds_to_save),
+            ", ".join(step.items),
+        )
+        for step in manager.steps
+    ]
+    head = ("step", "state", "on disk", "files", "saved in", "items")
+    committed = [step for step in manager.steps if step.state.committed]
+    lines = [manager.path, "", text_lib.table(head, rows, right=(2, 3, 4)), "", _newest(committed)]
+    lines += [f"{s.name}: {s.state.because}" for s in manager.steps if not s.state.committed]
+    return "\n".join(lines)
+
+
+def _newest(committed: Sequence[Step]) -> str:
+    if not committed:
+        return "No step is committed: there is nothing to restore from."
+    newest = committed[-1]
+    shown = "" if newest.number is None else f"; look into it with --step {newest.number}"
+    return f"{text_lib.count(len(committed), 'committed step')}; a restore takes {newest.name}{shown}"
+
+
+def _item_text(item: Item) -> str:
+    lines = [f"{item.path}", f"  {_facts(item)}"]
+    if not item.has_arrays:
+        return "\n".join(lines)
+    lines += ["", _leaves_table(item.leaves), "", f"  {_totals(item)}"]
+    lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
+    return "\n".join(lines)
+
+
+def _facts(item: Item) -> str:
+    facts = [f"committed: {item.state.because}"]
+    if item.has_arrays:
+        facts.append(f"{item.format}{' in OCDBT' if item.in_database else ', a file for each chunk'}")
+    else:
+        facts.append(f"no arrays, {text_lib.size(item.bytes_on_disk)} in {text_lib.count(item.files, 'file')}")
+    if item.mesh:
+        facts.append("saved on mesh (" + ", ".join(f"{name}={size}" for name, size in item.mesh) + ")")
+    if item.saved_by:
+        facts.append(f"by {text_lib.count(len(item.saved_by), 'process')} x {len(item.saved_by[0])} devices")
+    elif item.writers:
+        facts.append(f"written by {text_lib.count(item.writers, 'process')}")
+    if item.handler:
+        facts.append(item.handler.rpartition(".")[2])
+    return "; ".join(facts)
+
+
+def _leaves_table(leaves: Sequence[Leaf]) -> str:
+    head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
+    return text_lib.table(head, [_row(leaf) for leaf in leaves], right=(4, 6, 7, 8))
+
+
+def _row(leaf: Leaf) -> tuple[str, ...]:
+    sharding = str(leaf.sharding) if leaf.sharding else "-"
+    if leaf.array is None:
+        return (leaf.name, leaf.kind, "-", "-", "-", sharding, "-", "MISSING" if leaf.problem else "-", "")
+    array, header = leaf.array, leaf.array.header
+    chunk = text_lib.shape(header.chunk)
+    if header.file_chunk != header.chunk:
+        chunk += f" in {text_lib.shape(header.file_chunk)}"
+    return (
+        leaf.name,
+        f"key<{leaf.key_type}>" if leaf.key_type else header.dtype,
+        text_lib.shape(header.shape),
+        chunk,
+        str(array.chunks),
+        sharding if leaf.sharding else leaf.kind,
+        text_lib.size(header.logical_bytes),
+        text_lib.size(array.stored_bytes),
+        text_lib.share(array.stored_bytes, header.logical_bytes),
+    )
+
+
+def _totals(item: Item) -> str:
+    arrays = sum(leaf.array is not None for leaf in item.leaves)
+    return (
+        f"{text_lib.count(len(item.leaves), 'leaf')}, {text_lib.count(arrays, 'array')}: "
+        f"{text_lib.size(item.logical_bytes)} logical, {text_lib.size(item.stored_bytes)} stored "
+        f"({text_lib.share(item.stored_bytes, item.logical_bytes)}), "
+        f"{text_lib.size(item.bytes_on_disk)} in {text_lib.count(item.files, 'file')} with all metadata"
+    )
+
+
+def _manager_data(manager: Manager) -> dict[str, Any]:
+    steps = [
+        {
+            "step": step.number,
+            "path": step.path,
+            "committed": step.state.committed,
+            "because": step.state.because,
+            "items": step.items,
+            "bytes_on_disk": step.bytes_on_disk,
+            "files": step.files,
+            "seconds_to_save": step.seconds_to_save,
+        }
+        for step in manager.steps
+    ]
+    return {"path": manager.path, "steps": steps}
+
+
+def _item_data(item: Item) -> dict[str, Any]:
+    return {
+        "path": item.path,
+        "committed": item.state.committed,
+        "because": item.state.because,
+        "handler": item.handler or None,
+        "format": item.format,
+        "ocdbt": item.in_database,
+        "mesh": dict(item.mesh) or None,
+        "processes_that_wrote": item.writers,
+        "devices_by_process": item.saved_by or None,
+        "logical_bytes": item.logical_bytes,
+        "stored_bytes": item.stored_bytes,
+        "bytes_on_disk": item.bytes_on_disk,
+        "files": item.files,
+        "leaves": [_leaf_data(leaf) for leaf in item.leaves],
+    }
+
+
+def _leaf_data(leaf: Leaf) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": leaf.name, "kind": leaf.kind}
+    if leaf.array is not None:
+        header = leaf.array.header
+        data |= {
+            "shape": header.shape,
+            "dtype": header.dtype,
+            "chunk": header.chunk,
+            "chunk_of_a_file": header.file_chunk,
+            "chunks": leaf.array.chunks,
+            "logical_bytes": header.logical_bytes,
+            "stored_bytes": leaf.array.stored_bytes,
+        }
+    if leaf.sharding is not None:
+        sharding = leaf.sharding
+        data["sharding"] = {"kind": sharding.kind, "mesh": dict(sharding.axes), "spec": sharding.spec}
+    if leaf.key_type:
+        data["key_type"] = leaf.key_type
+    if leaf.problem:
+        data["problem"] = leaf.problem
+    return data

@@ -1,0 +1,125 @@
+"""The coordination service as a notice board: JSON of bounded size under keys, and a note of when it last answered.
+
+What is found there is data: it is parsed as JSON, never executed, and too long a value is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+MAX_VALUE = 1 << 16  # characters of one process's contribution
+
+Payload = Mapping[str, Any]  # must survive JSON
+
+
+class Client(Protocol):
+    """The part of JAX's coordination-service client that meetings use."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def key_value_try_get(self, key: str) -> str: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_delete(self, key: str) -> None: ...
+    def key_value_increment(self, key: str, increment: int) -> int: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+class ClosedError(Exception):
+    """The session is over: a thread that was given up may not go on with it."""
+
+
+class Board:
+    """One session's access to the service."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.answered = time.monotonic()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nothing is read or written through this board from now on."""
+        self._closed = True
+
+    def put(self, key: str, value: Payload, most: int = MAX_VALUE) -> None:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        if len(text) > most:
+            raise ValueError(f"A message of {len(text)} characters is too long for a meeting: {most} at most.")
+        self._open().key_value_set(key, text, allow_overwrite=True)
+        self.answered = time.monotonic()
+
+    def read(self, home: str, most: int = MAX_VALUE) -> dict[int, Any]:
+        """What each process has put under `home`."""
+        entries = self._open().key_value_dir_get(f"{home}/")
+        self.answered = time.monotonic()
+        named = [(key.rpartition("/")[2], value) for key, value in entries if len(value) <= most]
+        return {int(process): json.loads(value) for process, value in named if process.isdecimal()}
+
+    def get(self, key: str) -> Any:
+        """The value of a key, or None."""
+        try:
+            text = self._open().key_value_try_get(key)
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            text = "null"
+        self.answered = time.monotonic()
+        return json.loads(text)
+
+    def wait(self, key: str, seconds: float, most: int) -> Any:
+        """The value of a key once it is there, or None after some seconds."""
+        try:
+            text = self._open().blocking_key_value_get(key, int(seconds * 1000))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None  # which says nothing about the service: the client itself keeps the time
+        self.answered = time.monotonic()
+        if len(text) > most:
+            raise ValueError(f"{key} has {len(text)} characters: {most} at most were expected.")
+        return json.loads(text)
+
+    def count(self, key: str) -> int:
+        """How many have counted here, this call included."""
+        number = self._open().key_value_increment(key, 1)
+        self.answered = time.monotonic()
+        return int(number)
+
+    def delete(self, key: str) -> None:
+        """Removes a key and all keys under it."""
+        self._open().key_value_delete(key)
+        self.answered = time.monotonic()
+
+    def _open(self) -> Client:
+        if self._closed:
+            raise ClosedError("this session is over")
+        return self.client
+
+
+class LonelyClient:
+    """Stands in for the coordination service's client in a job of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._values[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self._values:
+            raise KeyError(f"NOT_FOUND: {key}")
+        return self._values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self._values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        self._values = {name: value for name, value in self._values.items() if not f"{name}/".startswith(f"{key}/")}
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        self._values[key] = str(int(self._values.get(key, "0")) + increment)
+        return int(self._values[key])
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        return self._values[key]

@@ -1,0 +1,106 @@
+"""A piece of work done by one process for all: whoever needs it first does it and leaves the result for the others."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from absl import logging
+
+from orbax_ext.meeting.threads import watched
+
+T = TypeVar("T")
+
+_MAX_PART = 1 << 18  # characters of one value in the coordination service
+_SERVICE_LIMIT = 30.0  # seconds for the service to take or give something that is there
+_LOOK_EVERY = 2.0
+
+
+class Client(Protocol):
+    """The part of JAX's coordination-service client that is used here."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+class Board:
+    """Where the processes of a session leave results for each other.
+
+    Nobody depends on another process: one that fails, dies or takes longer than `limit` seconds to do its work for
+    all costs the others only that they do it for themselves.
+    """
+
+    def __init__(self, client: Client, home: str, process: int, limit: float) -> None:
+        self._client = client
+        self._home = home
+        self._process = process
+        self._limit = limit
+
+    def once(self, name: str, work: Callable[[], str]) -> str:
+        """The result of `work`, done by whichever process asked for it first."""
+        place = f"{self._home}/{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}"
+        try:
+            if _within(_SERVICE_LIMIT, lambda: self._is_mine(place)):
+                return self._do_for_all(place, work)
+            result = _within(self._limit, lambda: self._result(place))
+        except _WorkError as error:
+            raise error.cause from None
+        except Exception as error:
+            logging.warning("orbax_ext: %s: done by each process for itself, because of %r", name, error)
+            result = None
+        return work() if result is None else result
+
+    def _is_mine(self, place: str) -> bool:
+        try:
+            self._client.key_value_set(f"{place}/by", str(self._process), allow_overwrite=False)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
+
+    def _do_for_all(self, place: str, work: Callable[[], str]) -> str:
+        parts: list[str] = []
+        try:
+            result = work()
+            parts = [result[start : start + _MAX_PART] for start in range(0, len(result), _MAX_PART)] or [""]
+        except BaseException as error:
+            raise _WorkError(error) from None
+        finally:
+            _within(_SERVICE_LIMIT, lambda: self._publish(place, parts))
+        return result
+
+    def _publish(self, place: str, parts: list[str]) -> None:
+        for number, part in enumerate(parts):
+            self._client.key_value_set(f"{place}/{number}", part, allow_overwrite=True)
+        self._client.key_value_set(f"{place}/parts", str(len(parts)), allow_overwrite=True)
+
+    def _result(self, place: str) -> str | None:
+        """What the first process has published; None if it could not do it."""
+        deadline = time.monotonic() + self._limit
+        while True:
+            try:
+                count = int(self._client.blocking_key_value_get(f"{place}/parts", int(_LOOK_EVERY * 1000)))
+                break
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > deadline:
+                    raise
+        wait = int(_SERVICE_LIMIT * 1000)
+        parts = [self._client.blocking_key_value_get(f"{place}/{number}", wait) for number in range(count)]
+        return "".join(parts) if parts else None
+
+
+def _within(limit: float, function: Callable[[], T]) -> T:
+    """Calls the service, which may be gone for good, for so long at most."""
+    deadline = time.monotonic() + limit
+    return watched(function, lambda: deadline)
+
+
+class _WorkError(Exception):
+    """The work itself failed, here."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause

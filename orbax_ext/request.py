@@ -1,0 +1,144 @@
+"""What Orbax asks the handler for, leaf by leaf, with everything looked up that the request leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+from orbax.checkpoint import type_handlers
+
+from orbax_ext import mesh as mesh_lib
+from orbax_ext.plan import Leaf, MeshInfo
+from orbax_ext.storage import array_metadata as stored_lib
+from orbax_ext.upstream import runtime
+from orbax_ext.upstream.array_handler import Format, SavedArray, ShardingMetadata, saved_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRequest:
+    """One leaf: Orbax's own words for it, and what they come to."""
+
+    info: Any  # Orbax's ParamInfo
+    arg: Any  # Orbax's RestoreArgs
+    leaf: Leaf
+    sharding: Any = None  # a NamedSharding unless leaf.direct_because says otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """All leaves of a restore, and the meshes that they name."""
+
+    leaf_requests: tuple[LeafRequest, ...]
+    meshes: tuple[Mesh, ...]
+    mesh_infos: tuple[MeshInfo, ...]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        return [each.leaf for each in self.leaf_requests]
+
+    @property
+    def device_bytes(self) -> int:
+        """What the leaves that can travel take on one device."""
+        return sum(leaf.block_bytes for leaf in self.leaves)
+
+
+async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Request:
+    """Looks up what the restore args leave open: in the sharding file, the stored arrays' metadata and key types."""
+    saved = await saved_arrays(handler, infos[0].parent_dir)
+    shardings = [_given_sharding(arg) for arg in args]
+    open_ones = [
+        index
+        for index, (info, arg, sharding) in enumerate(zip(infos, args, shardings, strict=True))
+        if not _is_key(saved.get(info.name)) and (sharding is None or _shape(arg) is None or _dtype(arg) is None)
+    ]
+    stored = {}
+    if open_ones:
+        found = await stored_lib.look_up(handler, [infos[index] for index in open_ones])
+        stored = dict(zip(open_ones, found, strict=True))
+    meshes: dict[Mesh, int] = {}
+    leaf_requests = []
+    for index, (info, arg) in enumerate(zip(infos, args, strict=True)):
+        sharding = shardings[index]
+        if sharding is None and index in stored:
+            sharding = _stored_sharding(stored[index])
+        leaf_requests.append(_leaf_request(info, arg, sharding, stored.get(index), saved.get(info.name), meshes))
+    return Request(tuple(leaf_requests), tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
+
+
+def _leaf_request(
+    info: Any, arg: Any, sharding: Any, stored: Any, saved: SavedArray | None, meshes: dict[Mesh, int]
+) -> LeafRequest:
+    shape: Any = _shape(arg) if _shape(arg) is not None else getattr(stored, "shape", None)
+    dtype: Any = _dtype(arg) if _dtype(arg) is not None else getattr(stored, "dtype", None)
+    reason = _why_direct(sharding, shape, dtype, _is_key(saved))
+    if reason:
+        return LeafRequest(info, arg, Leaf(info.name, tuple(shape or ()), str(dtype), direct_because=reason), sharding)
+    shape = tuple(int(size) for size in shape)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    chunk = saved.chunk if saved is not None else None
+    leaf = Leaf(
+        info.name,
+        shape,
+        dtype.name,
+        dtype.itemsize,
+        sharding.shard_shape(shape),
+        mesh=meshes.setdefault(sharding.mesh, len(meshes)),
+        spec=mesh_lib.normalized_spec(sharding.spec, len(shape)),
+        chunk=chunk,
+        divisible=chunk is not None and getattr(arg, "strict", True) and runtime.bits(dtype) >= 8,
+    )
+    return LeafRequest(info, arg, leaf, sharding)
+
+
+def _why_direct(sharding: Any, shape: Any, dtype: Any, is_key: bool) -> str:
+    if is_key or (dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
+        return "it is a typed PRNG key"
+    if isinstance(sharding, Format):
+        return "a memory layout is asked for"
+    if not isinstance(sharding, NamedSharding):
+        return f"its sharding is a {type(sharding).__name__}, not a NamedSharding"
+    if not isinstance(sharding.mesh, Mesh):
+        return "its mesh has no devices"
+    if shape is None or dtype is None:
+        return "its shape or dtype is not known"
+    try:
+        sharding.shard_shape(tuple(shape))
+    except ValueError:
+        return "its shape does not divide over its mesh"  # the ordinary way raises Orbax's own error
+    return ""
+
+
+def _is_key(saved: SavedArray | None) -> bool:
+    return saved is not None and bool(saved.key_impl)
+
+
+def _given_sharding(arg: Any) -> Any:
+    """The sharding that the restore args name, by Orbax's rules of precedence."""
+    mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
+    if mesh is not None and axes is not None:
+        return NamedSharding(mesh, axes)
+    sharding = getattr(arg, "sharding", None)
+    if isinstance(sharding, ShardingMetadata):
+        return sharding.to_jax_sharding()
+    return sharding
+
+
+def _stored_sharding(stored: Any) -> Sharding | None:
+    """The sharding that the array was saved with, if this job can have it."""
+    sharding = getattr(stored, "sharding", None)
+    try:
+        return None if sharding is None else sharding.to_jax_sharding()
+    except ValueError:  # another topology: the ordinary way says so in Orbax's words
+        return None
+
+
+def _shape(arg: Any) -> tuple[int, ...] | None:
+    return getattr(arg, "global_shape", None)
+
+
+def _dtype(arg: Any) -> np.dtype | None:
+    return getattr(arg, "dtype", None)

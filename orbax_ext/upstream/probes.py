@@ -1,0 +1,222 @@
+"""Finds out in seconds which defects the installed Orbax has, by restoring small arrays with its own handler.
+
+`run` starts a process of its own, with two CPU devices standing for two replicas, so that the caller's devices, mesh
+and registered handlers stay out of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_RESULT = "orbax_ext.upstream.probes: "
+
+
+def run(names: list[str], limit: float = 240.0) -> dict[str, bool | str]:
+    """Whether each named defect is there, or what kept the probe from telling."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    env.pop("XLA_FLAGS", None)  # may set another number of devices
+    command = [sys.executable, "-m", "orbax_ext.upstream.probes", *names]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(names, f"no answer within {limit:.0f} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(_RESULT):
+            found: dict[str, bool | str] = json.loads(line.removeprefix(_RESULT))
+            return found
+    reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    return dict.fromkeys(names, f"the probing process ended with {done.returncode}: {reason}")
+
+
+def main(names: list[str]) -> None:
+    found: dict[str, bool | str] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                found[name] = PROBES[name](directory)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(_RESULT + json.dumps(found), flush=True)
+
+
+def set_mesh(directory: str) -> bool:
+    import jax
+    import numpy as np
+
+    path = _save(directory, np.ones((2, 4), np.float32))
+    try:
+        with _stock_handler(), jax.set_mesh(_mesh()):
+            _restore(path, np.ones((2, 4), np.float32))
+    except ValueError as error:
+        if "incompatible devices" in str(error):
+            return True
+        raise
+    return False
+
+
+def inexact(directory: str) -> bool:
+    import numpy as np
+
+    for number, value in enumerate([np.array([[-0.0, 1.0]], np.float32), np.array([[True, False]])]):
+        path = _save(f"{directory}/{number}", value)
+        with _stock_handler():
+            found = np.asarray(_restore(path, value))
+        if found.dtype != value.dtype or found.tobytes() != value.tobytes():
+            return True
+    return False
+
+
+def save_after_restore(directory: str) -> bool:
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    value = np.ones((2, 4), np.float32)
+    path = _save(f"{directory}/1", value)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, _stock_handler():
+        found = _restore(path, value)
+        try:
+            checkpointer.save(f"{directory}/2", args=ocp.args.PyTreeSave({"leaf": found}))
+        except ValueError as error:
+            if "No ArrayMetadata found" in str(error):
+                return True
+            raise
+    return False
+
+
+def plain_args(directory: str) -> bool:
+    from etils import epath
+    from orbax.checkpoint import type_handlers
+
+    handler = type_handlers.SingleReplicaArrayHandler()
+    info = type_handlers.ParamInfo(name="leaf", parent_dir=epath.Path(directory))
+    try:
+        asyncio.run(handler.deserialize([info], [type_handlers.ArrayRestoreArgs(sharding=_sharding())]))
+    except ValueError as error:
+        if "SingleReplicaArrayRestoreArgs" in str(error):
+            return True
+        raise
+    return False
+
+
+def axis_types(directory: str) -> bool:
+    import jax
+    from orbax.checkpoint import type_handlers
+
+    explicit = jax.sharding.AxisType.Explicit
+    sharding = _sharding((explicit, explicit))
+    found = type_handlers.SingleReplicaArrayHandler()._construct_single_replica_sharding(sharding)
+    return bool(found.mesh.axis_types != (explicit, explicit))
+
+
+def one_mesh(directory: str) -> bool:
+    import jax
+    import numpy as np
+
+    value = np.ones((2, 4), np.float32)
+    path = _save(directory, value)
+    over_replicas = jax.sharding.NamedSharding(_mesh(), jax.sharding.PartitionSpec("replica"))
+    try:
+        with _stock_handler():
+            _restore(path, value, over_replicas)
+    except AssertionError:
+        return True
+    return False
+
+
+def memory_kind(directory: str) -> bool:
+    import numpy as np
+
+    value = np.ones((2, 4), np.float32)
+    path = _save(directory, value)
+    with _stock_handler():
+        found = _restore(path, value, _sharding().with_memory_kind("pinned_host"))
+    return bool(found.sharding.memory_kind != "pinned_host")
+
+
+def random_keys(directory: str) -> bool:
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), (2, 4))
+    path = _save(directory, keys)
+    try:
+        with _stock_handler():
+            found = _restore(path, keys)
+    except ValueError:  # Orbax before 0.11.38 takes the shape of the keys for that of their data
+        return True
+    return not jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key)
+
+
+PROBES: dict[str, Callable[[str], bool]] = {
+    function.__name__: function
+    for function in (
+        set_mesh,
+        inexact,
+        save_after_restore,
+        plain_args,
+        one_mesh,
+        axis_types,
+        memory_kind,
+        random_keys,
+    )
+}
+
+
+def _mesh(types: Any = None) -> Any:
+    import jax
+    import numpy as np
+
+    devices = np.array(jax.devices()).reshape(2, 1)
+    return jax.sharding.Mesh(devices, ("replica", "shard"), axis_types=types)
+
+
+def _sharding(types: Any = None) -> Any:
+    import jax
+
+    return jax.sharding.NamedSharding(_mesh(types), jax.sharding.PartitionSpec(None, "shard"))
+
+
+def _save(path: str, value: Any) -> str:
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(f"{path}/saved", args=ocp.args.PyTreeSave({"leaf": jax.device_put(value, _sharding())}))
+    return f"{path}/saved"
+
+
+def _restore(path: str, like: Any, sharding: Any = None) -> Any:
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+
+    args = type_handlers.SingleReplicaArrayRestoreArgs(
+        sharding=sharding or _sharding(), global_shape=like.shape, dtype=like.dtype
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        item = ocp.args.PyTreeRestore({"leaf": like}, restore_args={"leaf": args})
+        return checkpointer.restore(path, args=item)["leaf"]
+
+
+@contextlib.contextmanager
+def _stock_handler() -> Iterator[None]:
+    """Orbax's own single-replica handler, registered for a while."""
+    import jax
+    from orbax.checkpoint import type_handlers
+
+    before = type_handlers.get_type_handler(jax.Array)
+    type_handlers.register_type_handler(jax.Array, type_handlers.SingleReplicaArrayHandler(), override=True)
+    try:
+        yield
+    finally:
+        type_handlers.register_type_handler(jax.Array, before, override=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

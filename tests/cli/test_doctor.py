@@ -1,0 +1,93 @@
+"""The table of defects and `orbax-ext doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orbax_ext import version
+from orbax_ext.cli import exits, main
+from orbax_ext.cli.doctor import command, installation
+from orbax_ext.upstream import defects, patching, probes
+from tools import docs
+
+BY_ID = {defect.id: defect for defect in defects.DEFECTS}
+
+
+def test_defects_have_names_of_their_own() -> None:
+    assert len(BY_ID) == len(defects.DEFECTS)
+
+
+@pytest.mark.parametrize("defect", defects.DEFECTS, ids=lambda defect: defect.id)
+def test_a_defect_names_patches_and_probes_that_are_there(defect: defects.Defect) -> None:
+    assert defect.probe is None or defect.probe in probes.PROBES
+    if defect.patch:
+        has_patch = [s.release for s in patching.load_all() if f"{defect.patch}.patch" in [p.name for p in s.patches]]
+        assert has_patch == [s.release for s in patching.load_all() if defect.in_release(s.release)]
+
+
+def test_every_patch_mends_a_known_defect() -> None:
+    mended = {f"{defect.patch}.patch" for defect in defects.DEFECTS}
+    assert {patch.name for series in patching.load_all() for patch in series.patches} <= mended
+
+
+def test_the_readme_has_the_table_of_defects() -> None:
+    assert not docs.update(docs.README, "defects", defects.markdown_table(), check=True), "run: make docs"
+
+
+@pytest.mark.parametrize(
+    ("release", "there"), [("0.11.33", True), ("0.11.39", True), ("0.11.40", False), ("0.12.8", False)]
+)
+def test_a_fixed_defect_is_in_the_releases_before(release: str, there: bool) -> None:
+    assert BY_ID["set-mesh"].in_release(release) is there
+
+
+def test_a_probe_counts_more_than_files_and_files_more_than_the_release() -> None:
+    defect = BY_ID["set-mesh"]
+    released, patched = (
+        installation.Files("original", ("0.11.33",)),
+        installation.Files("patched", ("0.11.33",), (defect.patch or "",)),
+    )
+    unknown = installation.Files("other")
+
+    def judged(files: installation.Files, probed: dict[str, bool | str]) -> tuple[bool, str]:
+        finding = command.judge(defect, "0.11.33", files, probed)
+        return finding.present, finding.how
+
+    assert judged(released, {"set_mesh": False}) == (False, "probed")
+    assert judged(patched, {"set_mesh": True}) == (True, "probed")
+    assert judged(patched, {}) == (False, "files")
+    assert judged(released, {"set_mesh": "no answer within 120 s"}) == (True, "files")
+    assert judged(unknown, {}) == (True, "release")
+
+
+def test_doctor_finds_what_the_installed_orbax_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--json"]) == exits.EXIT_BAD_VERDICT
+    found = json.loads(capsys.readouterr().out)
+    installed = version.orbax_version()
+    assert found["versions"]["orbax-checkpoint"] == installed
+    assert installed in found["orbax_files"]["releases"]
+    for defect in found["defects"]:
+        assert defect["present"] == BY_ID[defect["id"]].in_release(installed), defect
+        assert defect["how"] == ("probed" if BY_ID[defect["id"]].probe else "files"), defect
+    assert {check["name"]: check["state"] for check in found["checks"]} == {
+        "JAX runtime": "ok",
+        "coordination service": "ok",
+        "collectives": "ok",
+        "S3": "ok",
+    }
+    assert found["breaking"] == [d["id"] for d in found["defects"] if d["present"] and d["breaks_restore"]]
+
+
+def test_doctor_is_content_when_the_handler_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--quick", "--registered"]) == exits.EXIT_OK
+    assert "Nothing found that would break a restore with orbax_ext registered" in capsys.readouterr().out
+
+
+def test_a_broken_runtime_breaks_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "no-such-platform")
+    check = installation.runtime()
+    assert check.state == "bad"
+    assert "no-such-platform" in check.detail
+    assert command.broken([], [check], registered=True) == ["JAX runtime"]

@@ -1,0 +1,182 @@
+"""A proxy in front of the S3 server that counts requests and, when told, does what networks and stores do at times."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import http.server
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from typing import Any, Self
+
+from tests.support import s3_server
+
+_DROPPED_HEADERS = ("connection", "transfer-encoding", "keep-alive", "proxy-connection", "expect")
+
+# As AWS does it: the answer to an expired session repeats the token.
+_EXPIRED = (
+    "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message>"
+    f"<Token-0>{s3_server.SESSION_TOKEN}</Token-0></Error>"
+)
+_ANSWERS = {
+    "500": (500, "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
+    "503": (503, "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
+    "expired": (400, _EXPIRED),
+    "denied": (403, "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
+}
+
+
+@dataclasses.dataclass
+class Fault:
+    """What to do to requests that match, such as `Fault("503", "GET .*manifest", times=2)`."""
+
+    kind: str  # "500", "503", "expired", "denied", "reset", "short", "slow", "stall", "hold" (never reaches the store)
+    match: str = ""  # a regular expression, searched in "METHOD /bucket/key?query"
+    times: int = 1 << 30
+    skip: int = 0  # matching requests to let pass first
+    hits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request that was seen."""
+
+    line: str  # "METHOD /bucket/key?query"
+    sent: int  # bytes of the answer's body
+
+
+class FaultProxy:
+    """Listens on loopback and forwards to the server on `upstream`; used as a context."""
+
+    def __init__(self, upstream: int) -> None:
+        self.faults: list[Fault] = []
+        self.requests: list[Request] = []
+        self._lock = threading.Lock()
+        self._upstream = upstream
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def calm(self) -> None:
+        """No more faults, and nothing seen yet."""
+        with self._lock:
+            self.faults.clear()
+            self.requests.clear()
+
+    def fault_for(self, line: str) -> Fault | None:
+        with self._lock:
+            for fault in self.faults:
+                if re.search(fault.match, line) and fault.hits < fault.times + fault.skip:
+                    fault.hits += 1
+                    return fault if fault.hits > fault.skip else None
+        return None
+
+    def note(self, line: str, sent: int) -> None:
+        with self._lock:
+            self.requests.append(Request(line, sent))
+
+    def forward(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=60)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            connection.putheader("Host", f"127.0.0.1:{self._upstream}")
+            for name, value in headers.items():
+                if name.lower() not in (*_DROPPED_HEADERS, "host"):
+                    connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: FaultProxy
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = self._path_style()
+        line = f"{self.command} {urllib.parse.unquote(path)}"
+        fault = self.owner.fault_for(line)
+        if fault is not None and fault.kind in _ANSWERS:
+            status, text = _ANSWERS[fault.kind]
+            self._send(line, status, [("Content-Type", "application/xml")], text.encode())
+            return
+        if fault is not None and fault.kind == "hold":
+            time.sleep(20)
+            self.close_connection = True
+            return
+        status, headers, content = self.owner.forward(self.command, path, self.headers, body)
+        self._send(line, status, headers, content, fault.kind if fault else "")
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer  # noqa: N815
+
+    def _path_style(self) -> str:
+        """/bucket/key, also for a request in virtual-host style or for one that a client sends to its proxy."""
+        parsed = urllib.parse.urlsplit(self.path)
+        path = urllib.parse.urlunsplit(("", "", parsed.path or "/", parsed.query, ""))
+        host = (parsed.hostname or str(self.headers.get("Host", ""))).partition(":")[0]
+        if host.endswith(".store.test"):
+            path = f"/{host.removesuffix('.store.test')}{path}"
+        return path
+
+    def _send(self, line: str, status: int, headers: list[tuple[str, str]], body: bytes, fault: str = "") -> None:
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length":
+                length = value  # of a HEAD: without a body
+            elif name.lower() not in _DROPPED_HEADERS:
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command == "HEAD":
+            body = b""
+        self.owner.note(line, len(body))
+        half = len(body) // 2
+        try:
+            if fault == "reset":
+                self.wfile.write(body[:half])
+                self.wfile.flush()
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                self.close_connection = True
+            elif fault == "short":
+                self.wfile.write(body[:half])
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+            elif fault == "stall":
+                self.wfile.write(body[:half])
+                self.wfile.flush()
+                time.sleep(20)
+                self.close_connection = True
+            elif fault == "slow":
+                for start in range(0, len(body), max(1, len(body) // 8)):
+                    self.wfile.write(body[start : start + max(1, len(body) // 8)])
+                    self.wfile.flush()
+                    time.sleep(0.05)
+            else:
+                self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
