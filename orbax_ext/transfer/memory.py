@@ -7,19 +7,20 @@ import os
 import jax
 
 from orbax_ext.options import Options
-from orbax_ext.plan.memory import AHEAD, group_bytes, limit
+from orbax_ext.plan.memory import limit
+from orbax_ext.plan.planner import largest_lane_batch
+from orbax_ext.request import Request
 
-__all__ = ["AHEAD", "choose", "free_bytes", "group_bytes"]
 
-
-def choose(options: Options, state_bytes: int, lane_batch_bytes: int = 0) -> int:
-    """The limit in bytes per device, by what is free on this process's devices; see `plan.memory.limit`."""
+def memory_limit(options: Options, request: Request) -> int:
+    """Returns the limit in bytes per device by what is free on this process's devices; see `plan.memory.limit`."""
+    lane_batch_bytes = largest_lane_batch(request.leaves, request.mesh_infos)
     free = min(free_bytes(device) for device in jax.local_devices())
-    return limit(options, state_bytes, lane_batch_bytes, free)
+    return limit(options, request.device_bytes, lane_batch_bytes, free)
 
 
 def free_bytes(device: jax.Device) -> int:
-    """Free memory of a device; where the backend does not tell, its share of the host's."""
+    """Returns the free memory of a device; where the backend does not say, its share of the host's."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))

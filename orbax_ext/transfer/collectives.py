@@ -1,12 +1,8 @@
-"""The collectives that carry data from the replicas that have it to the others, bit for bit.
+"""The collectives that carry blocks from the replicas that have them to the others, bit for bit.
 
-Programs run on a private mesh with two axes: "replica", and "rest" for the position inside a replica. A device's
-share of a leaf (a block) is all they see, so neither the caller's mesh, axis types nor specs matter to them, and
-leaves with equal blocks share a program however they are sharded.
-
-Every block travels as unsigned integers of the same width. Floating-point sums would turn -0.0 into +0.0, quiet
-signalling NaNs and flush denormals, and XLA widens small types on some backends; sums of integers of which all but
-one are zero are exact.
+Programs run on a private mesh with two axes: "replica", and "rest" for the position inside a replica. They see only
+blocks, so neither the caller's mesh, axis types nor specs matter to them, and leaves with equal blocks share a program
+however they are sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.upstream import runtime
+from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
 
 _EVERYWHERE = P(("replica", "rest"))
 _MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
@@ -37,28 +33,11 @@ _TELLING = 0.1  # a difference of less than this share of a time says nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """One device's share of a leaf: what arrives, and in what form it is handed in."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def carried_shape(self) -> tuple[int, ...]:
-        """A scalar is handed in as a vector of one element."""
-        return self.shape or (1,)
-
-    @property
-    def carried_dtype(self) -> Any:
-        """Types of less than a byte are handed in as bytes: their layout in memory depends on who made them."""
-        return jnp.dtype("uint8") if runtime.bits(self.dtype) < 8 else self.dtype
-
-
-@dataclasses.dataclass(frozen=True)
 class SumOp:
     """One replica has the block, the others zeros; all receive the block."""
 
     block: Block
+    uses_up_operand = True
 
     @property
     def operand(self) -> Block:
@@ -74,20 +53,17 @@ class SumOp:
 
 @dataclasses.dataclass(frozen=True)
 class GatherOp:
-    """Every replica has a piece; all receive the blocks that the pieces make.
-
-    For each replica axis, `sizes` has its size, and `dims` the dimension that it cuts, or None if it is a lane.
-    There is a block for each lane.
-    """
+    """Every replica has a piece; all receive the blocks that the pieces make, one for each lane."""
 
     block: Block
-    part: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    piece: tuple[int, ...]  # shape of one replica's piece
+    sizes: tuple[int, ...]  # of the replica axes
+    dims: tuple[int | None, ...]  # for each replica axis, the dimension that it cuts; None if it is a lane
+    uses_up_operand = False
 
     @property
     def operand(self) -> Block:
-        return Block(self.part, self.block.dtype)
+        return Block(self.piece, self.block.dtype)
 
     @property
     def lanes(self) -> int:
@@ -97,18 +73,18 @@ class GatherOp:
         return (self.block,) * self.lanes
 
     def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
-        pieces = [lax.all_gather(words, "replica") for words in encode(operand)]
-        blocks = zip(*(self._assemble(piece) for piece in pieces), strict=True)
+        gathered = [lax.all_gather(words, "replica") for words in encode(operand)]
+        blocks = zip(*(self._assemble(pieces) for pieces in gathered), strict=True)
         return tuple(decode(words, self.block) for words in blocks)
 
     def _assemble(self, pieces: jax.Array) -> list[jax.Array]:
-        """From (replica, *part) to the block of each lane."""
+        """Returns the block of each lane, from an array of shape (replica, *piece)."""
         axes = range(len(self.sizes))
         lanes = [axis for axis in axes if self.dims[axis] is None]
         order = list(lanes)
-        for dim in range(len(self.part)):
+        for dim in range(len(self.piece)):
             order += [axis for axis in axes if self.dims[axis] == dim] + [len(self.sizes) + dim]
-        table = pieces.reshape(*self.sizes, *self.part).transpose(order)
+        table = pieces.reshape(*self.sizes, *self.piece).transpose(order)
         return list(table.reshape(self.lanes, *self.block.shape))
 
 
@@ -117,6 +93,7 @@ class PackOp:
     """Every replica has a vector of words; all receive all of them, one after the other."""
 
     words: int
+    uses_up_operand = False
 
     @property
     def operand(self) -> Block:
@@ -136,21 +113,21 @@ _SIGNAL = SumOp(Block((1,), jnp.dtype("uint32")))  # next to nothing
 
 @functools.lru_cache(maxsize=8)
 def exchange_among(replicas: tuple[tuple[jax.Device, ...], ...]) -> Exchange:
-    """The exchange among replicas, the same one for every restore: its programs are compiled once."""
+    """Returns the exchange among replicas; the same one for every restore, so that programs are compiled once."""
     return Exchange(np.array(replicas))
 
 
 class Exchange:
-    """The programs of one mesh and set of replica axes. Compile and connect first; `run` then only moves data."""
+    """The programs among one set of replicas. Compile and connect first; `run` then only moves data."""
 
     def __init__(self, devices: np.ndarray) -> None:
-        """`devices` is a table with a row for each replica, as `mesh.by_replica` makes it."""
+        """`devices` is a table with a row for each replica, as `mesh.by_replica` returns it."""
         self._mesh = Mesh(devices, ("replica", "rest"))
         self._sharding = NamedSharding(self._mesh, _EVERYWHERE)
         self._programs: dict[tuple[Op, ...], Any] = {}
 
     def compile(self, ops: tuple[Op, ...]) -> None:
-        """Compiles the program for these operations, unless it is there already."""
+        """Compiles the program for these operations, unless it is compiled already."""
         if ops in self._programs:
             return
         while len(self._programs) >= _MOST_PROGRAMS:
@@ -171,22 +148,22 @@ class Exchange:
             jax.ShapeDtypeStruct(self._global_shape(op.operand), op.operand.carried_dtype, sharding=self._sharding)
             for op in ops
         ]
-        reusable = tuple(at for at, op in enumerate(ops) if isinstance(op, SumOp))
+        reusable = tuple(at for at, op in enumerate(ops) if op.uses_up_operand)
         with mesh_lib.scope(self._mesh):
             self._programs[ops] = jax.jit(body, donate_argnums=reusable).lower(*arguments).compile()
 
     def connect(self) -> None:
         """Opens the communicators by a sum over one element, and waits for it.
 
-        A communicator that is opened when the first to arrive needs it gives the last one only 30 s on some backends
-        (google/orbax #3181); one that is open already waits.
+        On some backends a communicator that is opened by the first exchange gives a late process only 30 s
+        (google/orbax #3181). One that is open already waits for it.
         """
         self._time(_SIGNAL)
 
     def measure(self) -> float:
-        """Bytes per second that this process receives while all receive a little, about `_PROBE` bytes. Connects, too.
+        """Connects, and returns the bytes per second that this process receives in an exchange of about `_PROBE` bytes.
 
-        What an exchange takes however small it is does not count, if that is little: on a fast fabric it is nearly all.
+        The time that an empty exchange takes is subtracted if it is short: on a fast fabric it is nearly all.
         """
         self.connect()
         owners = np.vectorize(lambda device: device.process_index)(self._mesh.devices)
@@ -197,64 +174,38 @@ class Exchange:
         return 4 * words * foreign / max(busy - min(idle, _OVERHEAD), busy * _TELLING)
 
     def _time(self, op: Op) -> float:
-        """Seconds that an exchange of zeros takes."""
+        """Returns the seconds that an exchange of zeros takes."""
         self.compile((op,))
-        nothing = self._nothing(op.operand)
+        zeros = self._zeros(op.operand)
         started = time.monotonic()
-        (answer,) = self.run((op,), [nothing])
+        (answer,) = self.run((op,), [zeros])
         jax.block_until_ready(list(answer.values()))
         return time.monotonic() - started
 
-    def run(
-        self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]
-    ) -> list[dict[jax.Device, jax.Array]]:
-        """Starts the exchange and returns, for each output, the result on each of this process's devices.
-
-        An operand is a block for each of this process's devices. Those of sums are used up.
-        """
+    def run(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> list[DeviceBlocks]:
+        """Starts the exchange and returns the blocks of each output. The operands of sums are used up."""
         try:
             results = self._start(ops, operands)
         except Exception:
-            # The others are inside the collective by now: without this process they could not leave it.
-            self._start(ops, [self._nothing(op.operand) for op in ops])
+            # The other processes are inside the collective by now: without this one they could not leave it.
+            self._start(ops, [self._zeros(op.operand) for op in ops])
             raise
         return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
 
-    def _start(self, ops: tuple[Op, ...], operands: Sequence[Mapping[jax.Device, jax.Array]]) -> Any:
+    def _start(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
         arguments = [
             jax.make_array_from_single_device_arrays(
-                self._global_shape(op.operand), self._sharding, [there[device] for device in self._mesh.local_devices]
+                self._global_shape(op.operand), self._sharding, [blocks[device] for device in self._mesh.local_devices]
             )
-            for op, there in zip(ops, operands, strict=True)
+            for op, blocks in zip(ops, operands, strict=True)
         ]
         with mesh_lib.scope(self._mesh):
             return self._programs[ops](*arguments)
 
-    def _nothing(self, block: Block) -> dict[jax.Device, jax.Array]:
+    def _zeros(self, block: Block) -> DeviceBlocks:
         zeros = np.zeros(block.carried_shape, block.carried_dtype)
         return {device: jax.device_put(zeros, device) for device in self._mesh.local_devices}
 
     def _global_shape(self, block: Block) -> tuple[int, ...]:
-        """All devices' blocks, one after the other along the first dimension."""
+        """Returns the shape of all devices' blocks, one after the other along the first dimension."""
         return (self._mesh.size * block.carried_shape[0], *block.carried_shape[1:])
-
-
-def encode(array: jax.Array) -> tuple[jax.Array, ...]:
-    """The same bits as unsigned integers; complex numbers as two arrays of them."""
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return (*encode(lax.real(array)), *encode(lax.imag(array)))
-    if array.dtype == jnp.bool_:
-        return (array.astype(jnp.uint8),)
-    return (lax.bitcast_convert_type(array, f"uint{runtime.bits(array.dtype)}"),)
-
-
-def decode(words: Sequence[jax.Array], block: Block) -> jax.Array:
-    dtype = jnp.dtype(block.dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = Block(block.shape, np.zeros(0, dtype).real.dtype)
-        return lax.complex(decode(words[:1], part), decode(words[1:], part))
-    (only,) = words
-    only = only.reshape(block.shape)
-    if dtype == jnp.bool_:
-        return only.astype(jnp.bool_)
-    return lax.bitcast_convert_type(only.astype(f"uint{runtime.bits(dtype)}"), dtype)

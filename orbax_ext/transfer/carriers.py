@@ -1,0 +1,214 @@
+"""How each kind of bundle is read, handed in and taken out of an exchange, on this process: one class per kind."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from orbax_ext import mesh as mesh_lib
+from orbax_ext.plan import Bundle, LaneBatch, Leaf, Pack, Sum
+from orbax_ext.plan.cutting import piece_shape
+from orbax_ext.request import LeafRequest, Request
+from orbax_ext.transfer import packing, programs
+from orbax_ext.transfer.blocks import Block, DeviceBlocks
+from orbax_ext.transfer.collectives import GatherOp, Op, PackOp, SumOp
+from orbax_ext.transfer.reading import ReadItem
+
+
+class PlannedLeaves:
+    """The leaves of a plan, slices included, with what was asked for."""
+
+    def __init__(self, request: Request, leaves: Sequence[Leaf]) -> None:
+        self._request = request
+        self.leaves = leaves
+
+    def request(self, index: int) -> LeafRequest:
+        """Returns the request for a leaf; for a slice, that for the whole leaf."""
+        where = self.leaves[index].slice
+        return self._request.leaf_requests[index if where is None else where.leaf]
+
+    def block(self, index: int) -> Block:
+        leaf = self.leaves[index]
+        return Block(leaf.block, jnp.dtype(leaf.dtype))
+
+
+class Replicas:
+    """The replicas along some axes of a mesh, and those that this process has devices of."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.mesh = mesh
+        self.axes = axes
+
+    @functools.cached_property
+    def table(self) -> tuple[tuple[jax.Device, ...], ...]:
+        """All devices, a row for each replica."""
+        return tuple(map(tuple, mesh_lib.by_replica(self.mesh, self.axes)))
+
+    @functools.cached_property
+    def of_device(self) -> dict[jax.Device, int]:
+        """The replica that each of this process's devices belongs to."""
+        return {device: row for row, devices in enumerate(self.table) for device in devices if is_local(device)}
+
+    @functools.cached_property
+    def here(self) -> list[int]:
+        """The replicas that this process has devices of."""
+        return sorted(set(self.of_device.values()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: self.mesh.shape[axis] for axis in self.axes}
+
+    def sharding(self, leaf: LeafRequest, replica: int) -> NamedSharding:
+        """Returns the sharding of a leaf on one replica's devices."""
+        return mesh_lib.replica_sharding(leaf.sharding, mesh_lib.replica_mesh(self.mesh, self.axes, replica))
+
+
+class Carrier(abc.ABC):
+    """What this process does for one bundle."""
+
+    def __init__(self, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        self._leaves = leaves
+        self._replicas = replicas
+
+    @property
+    @abc.abstractmethod
+    def op(self) -> Op:
+        """The bundle's part of the exchange program."""
+
+    @abc.abstractmethod
+    def reads(self) -> list[ReadItem]:
+        """Returns what this process reads for the bundle."""
+
+    @abc.abstractmethod
+    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
+        """Returns what this process hands in, from what it has read."""
+
+    @abc.abstractmethod
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        """Takes the bundle's outputs from those of the exchange; returns the blocks of every leaf."""
+
+    def compile(self) -> None:
+        """Compiles what the bundle needs beside the exchange program."""
+
+    def _item(self, index: int, sharding: NamedSharding, block: Block) -> ReadItem:
+        return ReadItem(index, self._leaves.request(index), self._leaves.leaves[index], sharding, block)
+
+    def _shares(self, shares: Mapping[int, Sequence[int]]) -> list[ReadItem]:
+        """Returns whole leaves that replicas read, of those replicas that are here."""
+        return [
+            self._item(leaf, self._replicas.sharding(self._leaves.request(leaf), replica), self._leaves.block(leaf))
+            for replica in self._replicas.here
+            for leaf in shares.get(replica, ())
+        ]
+
+
+class SumCarrier(Carrier):
+    """A leaf that one replica reads; the others hand in zeros."""
+
+    def __init__(self, bundle: Sum, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        super().__init__(leaves, replicas)
+        self._leaf = bundle.leaf
+        self._reader = bundle.reader
+
+    @property
+    def op(self) -> Op:
+        return SumOp(self._leaves.block(self._leaf))
+
+    def compile(self) -> None:
+        self._zeros()
+
+    def reads(self) -> list[ReadItem]:
+        return self._shares({self._reader: (self._leaf,)})
+
+    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
+        blocks = dict(read.get(self._leaf, {}))
+        for zeros in self._zeros():
+            blocks.update(zeros.make())
+        return blocks
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        return {self._leaf: next(outputs)}
+
+    def _zeros(self) -> list[programs.Zeros]:
+        """Returns zeros for each replica here that does not read, in the scope of its own mesh."""
+        block, request = self._leaves.block(self._leaf), self._leaves.request(self._leaf)
+        shape = self._leaves.leaves[self._leaf].shape
+        others = [replica for replica in self._replicas.here if replica != self._reader]
+        return [programs.zeros(block, shape, self._replicas.sharding(request, replica)) for replica in others]
+
+
+class LaneCarrier(Carrier):
+    """Leaves with equal blocks, one for each lane; every replica reads a piece of the leaf of its lane."""
+
+    def __init__(self, bundle: LaneBatch, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        super().__init__(leaves, replicas)
+        self._bundle = bundle
+
+    @property
+    def op(self) -> GatherOp:
+        block, dims = self._leaves.block(self._bundle.leaves[0]), dict(self._bundle.splits)
+        sizes = self._replicas.sizes
+        piece = piece_shape(block.shape, dims, sizes)
+        return GatherOp(block, piece, tuple(sizes.values()), tuple(dims.get(axis) for axis in sizes))
+
+    def reads(self) -> list[ReadItem]:
+        lanes = [
+            (leaf, mesh_lib.replica_mesh(self._replicas.mesh, self._bundle.lanes, lane))
+            for lane, leaf in enumerate(self._bundle.leaves)
+        ]
+        return [
+            self._item(leaf, self._split(leaf, lane_mesh), self.op.operand)
+            for leaf, lane_mesh in lanes
+            if any(map(is_local, lane_mesh.devices.flat))
+        ]
+
+    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
+        return {device: block for leaf in self._bundle.leaves for device, block in read.get(leaf, {}).items()}
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        return {leaf: next(outputs) for leaf in self._bundle.leaves}
+
+    def _split(self, leaf: int, lane_mesh: Mesh) -> NamedSharding:
+        return mesh_lib.split_sharding(self._leaves.request(leaf).sharding, lane_mesh, self._bundle.splits)
+
+
+class PackCarrier(Carrier):
+    """Many small leaves in one vector."""
+
+    def __init__(self, bundle: Pack, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        super().__init__(leaves, replicas)
+        self._bundle = bundle
+
+    @property
+    def op(self) -> Op:
+        words = self._bundle.words
+        return SumOp(Block((words,), jnp.dtype("uint32"))) if self._bundle.summed else PackOp(words)
+
+    def reads(self) -> list[ReadItem]:
+        return self._shares(dict(enumerate(self._bundle.shares)))
+
+    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
+        return packing.pack(self._bundle, self._replicas.of_device, read, self._leaves.leaves)
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        blocks = {leaf: self._leaves.block(leaf) for leaf in self._bundle.leaves}
+        return packing.unpack(self._bundle, next(outputs), blocks, self._leaves.leaves)
+
+
+_CARRIERS = {Sum: SumCarrier, LaneBatch: LaneCarrier, Pack: PackCarrier}
+
+
+def carrier(bundle: Bundle, leaves: PlannedLeaves, replicas: Replicas) -> Carrier:
+    """Returns the carrier of a bundle."""
+    made: Carrier = _CARRIERS[type(bundle)](bundle, leaves, replicas)  # type: ignore[arg-type]
+    return made
+
+
+def is_local(device: jax.Device) -> bool:
+    """Returns whether a device belongs to this process."""
+    return device.process_index == jax.process_index()

@@ -1,0 +1,114 @@
+"""Programs that run on this process's devices alone: zeros for those that do not read, and slices put together."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from orbax_ext import mesh as mesh_lib
+from orbax_ext.plan import Slice
+from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
+
+_EACH = P("device")
+_START = np.dtype(np.int32)
+
+Words = tuple[jax.Array, ...]
+
+
+class Zeros:
+    """Zeros for the devices of one replica, made by a program that is compiled ahead of time."""
+
+    def __init__(self, block: Block, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+        """`shape` is that of the whole leaf; `sharding` is on the replica's mesh."""
+        self._mesh = sharding.mesh
+
+        def create_zeros() -> jax.Array:
+            return jnp.zeros(shape or block.carried_shape, block.carried_dtype)
+
+        with mesh_lib.scope(self._mesh):
+            self._program = jax.jit(create_zeros, out_shardings=sharding).lower().compile()
+
+    def make(self) -> DeviceBlocks:
+        with mesh_lib.scope(self._mesh):
+            array = self._program()
+        return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+@functools.lru_cache(maxsize=256)
+def zeros(block: Block, shape: tuple[int, ...], sharding: NamedSharding) -> Zeros:
+    """Returns zeros that share one program for every leaf and restore."""
+    return Zeros(block, shape, sharding)
+
+
+class Assembler:
+    """Programs that write slices into whole blocks in place, on each device of this process by itself.
+
+    Like blocks that travel, the blocks are unsigned integers until they are complete: XLA's CPU backend widens bfloat16
+    even to copy it, which changes NaNs.
+    """
+
+    def __init__(self, whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> None:
+        """`piece` is the block of one slice, which cuts dimension `dim` of the whole block."""
+        self._mesh = Mesh(np.array(devices), ("device",))
+        self._sharding = NamedSharding(self._mesh, _EACH)
+
+        def begin() -> Words:
+            return encode(jnp.zeros(whole.shape, whole.dtype))
+
+        def place(blocks: Words, pieces: jax.Array, start: jax.Array) -> Words:
+            pairs = zip(blocks, encode(pieces), strict=True)
+            return tuple(lax.dynamic_update_slice_in_dim(words, new, start[0], dim) for words, new in pairs)
+
+        def finish(blocks: Words) -> jax.Array:
+            return decode(blocks, whole)
+
+        with mesh_lib.scope(self._mesh):
+            self._begin = self._on_each(begin).lower().compile()
+            words = tuple(self._abstract(one.shape, one.dtype) for one in jax.eval_shape(self._on_each(begin)))
+            pieces = self._abstract(self._global_shape(piece.shape), piece.dtype)
+            starts = self._abstract((len(devices),), _START)
+            self._place = self._on_each(place, donate=0).lower(words, pieces, starts).compile()
+            self._finish = self._on_each(finish, donate=0).lower(words).compile()
+
+    def begin(self) -> Words:
+        """Returns whole blocks with nothing in them yet."""
+        with mesh_lib.scope(self._mesh):
+            return self._begin()
+
+    def place(self, blocks: Words, where: Slice, pieces: DeviceBlocks) -> Words:
+        """Returns the blocks with a slice written into them; `blocks` is used up."""
+        starts = np.full(self._mesh.size, where.start, _START)
+        ordered = [pieces[device] for device in self._mesh.devices]
+        shape = self._global_shape(ordered[0].shape)
+        with mesh_lib.scope(self._mesh):
+            joined = jax.make_array_from_single_device_arrays(shape, self._sharding, ordered)
+            return self._place(blocks, joined, jax.device_put(starts, self._sharding))
+
+    def finish(self, blocks: Words) -> DeviceBlocks:
+        """Returns the blocks in their own dtype; `blocks` is used up."""
+        with mesh_lib.scope(self._mesh):
+            array = self._finish(blocks)
+        return {shard.device: shard.data for shard in array.addressable_shards}
+
+    def _on_each(self, function: Any, donate: int | tuple[()] = ()) -> Any:
+        body = jax.shard_map(function, mesh=self._mesh, in_specs=_EACH, out_specs=_EACH, check_vma=False)
+        return jax.jit(body, donate_argnums=donate)
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+    def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._mesh.size * shape[0], *shape[1:])
+
+
+@functools.lru_cache(maxsize=64)
+def assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> Assembler:
+    """Returns an assembler that shares its programs for every leaf and restore."""
+    return Assembler(whole, piece, dim, devices)
