@@ -20,8 +20,7 @@ from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.meeting.threads import Turn, in_thread
 from orbax_ext.options import Options
 from orbax_ext.placement import stacked_restore
-from orbax_ext.plan import RestorePlan, make_plan
-from orbax_ext.plan.cost import Rates, with_cheapest
+from orbax_ext.plan import RestorePlan, choose_plan
 from orbax_ext.plan.planner import digest, largest_lane_batch
 from orbax_ext.report import progress
 from orbax_ext.report.collect import collect, recorded
@@ -158,12 +157,10 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return Limits(self.options.stall_timeout, self.options.timeout)
 
     def _plan(self, request: Request, budget: int) -> RestorePlan:
-        group = budget_lib.group_bytes(budget)
-        processes = jax.process_count()
-        plan = make_plan(request.leaves, request.mesh_infos, self.options, processes=processes, budget=group)
-        if self.options.strategy != "auto":
-            return plan
-        return with_cheapest(plan, request.mesh_infos, processes, Rates.given(self.options))
+        group_bytes, processes = budget_lib.group_bytes(budget), jax.process_count()
+        return choose_plan(
+            request.leaves, request.mesh_infos, self.options, processes=processes, group_bytes=group_bytes
+        )
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """Upstream's helper with the mesh's axis types kept: the part of a sharding in this process's replica."""

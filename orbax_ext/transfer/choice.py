@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from orbax_ext.plan.cost import Rates, with_cheapest
+from orbax_ext.plan import Rates, with_cheapest
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
 from orbax_ext.transfer.executor import Execution
