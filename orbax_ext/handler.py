@@ -13,16 +13,14 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext import version
-from orbax_ext.meeting import agreement, differences
-from orbax_ext.meeting.arrival import failing_together, raise_failures
-from orbax_ext.meeting.session import Limits, Session, open_session
-from orbax_ext.meeting.threads import Turn, in_thread
+from orbax_ext.meeting.arrival import arrive, failing_together
+from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.meeting.threads import Turn
 from orbax_ext.options import Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, make_plan
 from orbax_ext.plan.cost import Rates, with_cheapest
-from orbax_ext.plan.planner import digest, largest_lane_batch
+from orbax_ext.plan.planner import largest_lane_batch
 from orbax_ext.report import progress
 from orbax_ext.report.collect import collect, recorded
 from orbax_ext.report.recorder import Recorder
@@ -122,7 +120,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         with open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
             recorder.session = session
             # 3. Meet: is everybody here, do all want the same?
-            agreed_budget = await self._arrive(session, request, own_budget)
+            agreed_budget = await arrive(session, request.leaves, request.mesh_infos, self.options, own_budget)
             plan = self._plan(request, agreed_budget)
             recorder.planned(len(request.leaves), request.mesh_infos, plan)
             restore = Execution(self, request, plan, self.options.stall_timeout)
@@ -135,24 +133,6 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # 8. Hand over, and tell process 0 where the time went.
             await collect(session, recorder)
         return arrays
-
-    async def _arrive(self, session: Session, request: Request, own_budget: int) -> int:
-        wanted = {
-            "tree": f"{len(request.leaves)} leaves with digest {digest([request.leaves, request.mesh_infos])}",
-            **{name: repr(value) for name, value in self.options.must_agree().items()},
-            "orbax_ext version": version.__version__,
-            "Orbax version": version.orbax_version(),
-            "JAX version": jax.__version__,
-        }
-        arrivals = await in_thread(session.arrive, {"wanted": wanted, "budget": own_budget})
-        raise_failures(arrivals, session.hosts)
-        wanted_by_all = {process: payload["wanted"] for process, payload in arrivals.items()}
-        details = {}
-        if "tree" in agreement.differing(wanted_by_all):
-            tree = differences.describe(request.leaves, request.mesh_infos)
-            details = await differences.find(session, jax.process_index(), tree)
-        agreement.check(wanted_by_all, session.hosts, details)
-        return min(int(payload["budget"]) for payload in arrivals.values())
 
     def _limits(self) -> Limits:
         return Limits(self.options.stall_timeout, self.options.timeout)
