@@ -16,7 +16,7 @@ from orbax_ext.plan.planner import digest
 from tools import docs, releases
 
 DEVICES = 8  # a process
-BUDGET = 64 << 20
+GROUP_BYTES = 64 << 20
 # A mixture of experts with 671 billion parameters, four experts to a leaf, as 64 replicas save it together.
 MODEL = """
 embed                              bfloat16  129280x7168    P(fsdp,tp)       2020x14
@@ -57,7 +57,7 @@ def _row(model: list[described.Described], replicas: int) -> str:
 
     def plan() -> None:
         started = time.monotonic()
-        made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=processes, budget=BUDGET)
+        made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=processes, group_bytes=GROUP_BYTES)
         plans.append(with_cheapest(made, [mesh], processes, Rates(1.25e9, 25e9)))
         digest([leaves, [mesh]])
         seconds.append(time.monotonic() - started)

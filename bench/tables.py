@@ -20,7 +20,7 @@ HOSTS_OF_A_REPLICA = 8
 LAYERS = 640
 _LEAF = (16384, 65536)  # 1.07 billion elements: 640 of them make 687 billion
 _RATES = Rates(storage=10e9 / 8, fabric=200e9 / 8, storage_total=400e9 / 8)
-_BUDGET = 64 << 20
+_GROUP_BYTES = 64 << 20
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def loads(hosts: int) -> dict[str, Load]:
     found = {"every process reads its own (plain)": costs.direct(range(LAYERS))}
     for strategy in ("single", "spread"):
         options = Options(strategy=strategy, replica_axis="dp" if strategy == "single" else None)
-        plan = make_plan(leaves, [mesh], options, processes=hosts, budget=_BUDGET)
+        plan = make_plan(leaves, [mesh], options, processes=hosts, group_bytes=_GROUP_BYTES)
         found[f"`{strategy}`"] = Costs(plan.leaves, [mesh], hosts).travelling(plan.groups)
     return found
 

@@ -1,4 +1,4 @@
-"""What Orbax asks the handler for, leaf by leaf, with everything looked up that the request leaves open."""
+"""The leaves that Orbax asks the handler for, as plain data, with what the restore args leave open looked up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orbax_ext.upstream.array_handler import Format, SavedArray, ShardingMetadat
 
 @dataclasses.dataclass(frozen=True)
 class LeafRequest:
-    """One leaf: Orbax's own words for it, and what they come to."""
+    """One leaf: Orbax's description of it, and what it comes to."""
 
     info: Any  # Orbax's ParamInfo
     arg: Any  # Orbax's RestoreArgs
@@ -38,27 +38,36 @@ class Request:
 
     @property
     def leaves(self) -> list[Leaf]:
-        return [each.leaf for each in self.leaf_requests]
+        return [request.leaf for request in self.leaf_requests]
 
     @property
     def device_bytes(self) -> int:
-        """What the leaves that can travel take on one device."""
+        """Bytes that the leaves that can travel take on one device."""
         return sum(leaf.block_bytes for leaf in self.leaves)
+
+    @property
+    def concerns_all_processes(self) -> bool:
+        """Whether a leaf lies on all processes of a job of several: then one process can't go on without the others."""
+        processes = set(range(jax.process_count()))
+        return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in self.mesh_infos)
 
 
 async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Request:
-    """Looks up what the restore args leave open: in the sharding file, the stored arrays' metadata and key types."""
+    """Returns the request for these leaves.
+
+    What the restore args leave open is looked up in the sharding file, the stored arrays' metadata and key types.
+    """
     saved = await saved_arrays(handler, infos[0].parent_dir)
     shardings = [_given_sharding(arg) for arg in args]
-    open_ones = [
+    incomplete = [
         index
         for index, (info, arg, sharding) in enumerate(zip(infos, args, shardings, strict=True))
         if not _is_key(saved.get(info.name)) and (sharding is None or _shape(arg) is None or _dtype(arg) is None)
     ]
     stored = {}
-    if open_ones:
-        found = await stored_lib.look_up(handler, [infos[index] for index in open_ones])
-        stored = dict(zip(open_ones, found, strict=True))
+    if incomplete:
+        metadata = await stored_lib.look_up(handler, [infos[index] for index in incomplete])
+        stored = dict(zip(incomplete, metadata, strict=True))
     meshes: dict[Mesh, int] = {}
     leaf_requests = []
     for index, (info, arg) in enumerate(zip(infos, args, strict=True)):
@@ -108,7 +117,7 @@ def _why_direct(sharding: Any, shape: Any, dtype: Any, is_key: bool) -> str:
     try:
         sharding.shard_shape(tuple(shape))
     except ValueError:
-        return "its shape does not divide over its mesh"  # the ordinary way raises Orbax's own error
+        return "its shape does not divide over its mesh"  # a direct read raises Orbax's own error
     return ""
 
 
@@ -117,7 +126,7 @@ def _is_key(saved: SavedArray | None) -> bool:
 
 
 def _given_sharding(arg: Any) -> Any:
-    """The sharding that the restore args name, by Orbax's rules of precedence."""
+    """Returns the sharding that the restore args name, by Orbax's rules of precedence."""
     mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
     if mesh is not None and axes is not None:
         return NamedSharding(mesh, axes)
@@ -128,11 +137,11 @@ def _given_sharding(arg: Any) -> Any:
 
 
 def _stored_sharding(stored: Any) -> Sharding | None:
-    """The sharding that the array was saved with, if this job can have it."""
+    """Returns the sharding that the array was saved with, if this job has its devices."""
     sharding = getattr(stored, "sharding", None)
     try:
         return None if sharding is None else sharding.to_jax_sharding()
-    except ValueError:  # another topology: the ordinary way says so in Orbax's words
+    except ValueError:  # another topology: a direct read raises Orbax's own error
         return None
 
 

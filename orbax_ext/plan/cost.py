@@ -1,4 +1,4 @@
-"""What a plan costs: bytes over each link, from them seconds, and which way is the cheapest. Pure.
+"""What a plan costs: bytes over each link, and from them seconds. Pure.
 
 Reading and exchanging overlap, so a restore takes as long as the slower of the two, and once through a group for the
 other one:
@@ -19,7 +19,7 @@ import numpy as np
 from orbax_ext.options import Options
 from orbax_ext.plan.bundles import LaneBatch, Pack
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.planner import Group, RestorePlan
+from orbax_ext.plan.planner import Group
 from orbax_ext.plan.topology import MeshInfo
 
 PER_ARRAY = 0.5e-3  # seconds to open and place one array
@@ -27,10 +27,7 @@ PER_GROUP = 30e-3  # seconds for a meeting and the start of an exchange
 START = 0.5  # seconds to compile and connect
 
 _WORD = 4
-_WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
-_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: it asks more of links and processors than is modelled
 _SLOWER, _FASTER = 1 / 2, 3  # times as fast as storage that a fabric is, if it is clearly another link
-_BESIDE = 0.8  # of the time that the rest is read in, up to which an exchange beside it is not noticed
 _TINY_BYTES = 1 << 20  # of a process's share, below which nothing is gained by not reading all of it
 _TINY_READS = 32
 
@@ -173,82 +170,3 @@ def _holdings(table: np.ndarray, processes: int) -> tuple[np.ndarray, np.ndarray
 
 def _load(read: np.ndarray, received: np.ndarray, reads: np.ndarray, groups: int) -> Load:
     return Load(int(read.max()), int(read.sum()), int(received.max()), int(reads.max()), groups)
-
-
-def with_cheapest(
-    plan: RestorePlan,
-    meshes: Sequence[MeshInfo],
-    processes: int,
-    rates: Rates | None,
-    *,
-    done: int = 0,
-    pace: float | None = None,
-    read: int = 0,
-) -> RestorePlan:
-    """The plan with its groups, from number `done` on, read directly instead where that is expected to be faster.
-
-    Without rates, all of it if it is too small to be worth an exchange. `pace` is what groups have taken so far, in
-    seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
-    travel beside the others, which are read directly, if they arrive long before those.
-    """
-    costs = Costs(plan.leaves, meshes, processes)
-    if rates is None:
-        everything = sources(plan, plan.groups)
-        if not costs.direct(everything).is_tiny:
-            return plan
-        reason = "the state is too small to be worth an exchange"
-        return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
-    direct, kept, reasons = dict(plan.direct), list(plan.groups[:done]), []
-    for kind in _kinds(plan.groups[done:]):
-        bound = _bound(plan, kept, kind)
-        kept += kind[:bound]
-        groups = kind[bound:]
-        if not groups:
-            continue
-        leaves = sources(plan, groups)
-        apart = costs.direct(leaves).seconds(rates)
-        together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
-        needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
-        # Of a link that carries both, an exchange asks as much as reading does.
-        in_vain = rates.may_be_one_link and pace is None
-        if apart >= together + needed and not in_vain:
-            kept += groups
-            reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
-            continue
-        there = [] if in_vain else [group for group in groups if group in plan.groups[done:read]]
-        there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
-        if there:
-            rest = sources(plan, groups[len(there) :])
-            beside = costs.direct([*rest, *plan.direct]).seconds(rates)
-            if costs.travelling(there).seconds(rates) < _BESIDE * beside:
-                kept += there
-                reasons.append(f"it had been read before the way was chosen ({rates})")
-                leaves = rest
-        why = "storage and fabric may be one link" if in_vain else f"{together:.1f} s if exchanged"
-        direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {why} ({rates})")
-    because = plan.because or "; ".join(dict.fromkeys(reasons))
-    return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
-
-
-def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) -> int:
-    """How many of the groups bring slices of leaves that have begun to travel, so that they must travel, too."""
-    bound, begun = 0, set(sources(plan, kept))
-    for number, group in enumerate(groups):
-        if begun & set(sources(plan, [group])):
-            begun |= set(sources(plan, groups[bound : number + 1]))
-            bound = number + 1
-    return bound
-
-
-def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
-    """The leaves that groups bring, whole or in slices."""
-    parts = ((item, plan.leaves[item].slice) for group in groups for item in group.leaves)
-    return list(dict.fromkeys(item if part is None else part.leaf for item, part in parts))
-
-
-def _kinds(groups: Iterable[Group]) -> list[list[Group]]:
-    """Groups of leaves that are replicated alike, together."""
-    kinds: dict[tuple[int, tuple[str, ...]], list[Group]] = {}
-    for group in groups:
-        kinds.setdefault((group.mesh, group.axes), []).append(group)
-    return list(kinds.values())

@@ -46,16 +46,39 @@ class RestorePlan:
 
 
 def make_plan(
-    leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int, budget: int
+    leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int, group_bytes: int
 ) -> RestorePlan:
-    """Decides for every leaf how it travels, and makes groups of at most `budget` bytes per device.
+    """Decides for every leaf how it travels, and makes groups of at most `group_bytes` bytes per device.
 
-    Leaves above the budget are cut into slices. A bundle that is above it all the same, since its chunks can't be cut,
-    makes a group of its own.
+    Leaves above the group size are cut into slices. A bundle that cannot be cut further makes a group of its own.
     """
+    direct, together = who_travels(leaves, meshes, options, processes=processes)
+    groups: list[Group] = []
+    items = list(leaves)
+    single = options.strategy == "single"
+    for (mesh, axes), indices in together.items():
+        sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
+        chosen: list[int] = []
+        for index in indices:
+            cut = slices(leaves[index], index, {} if single else sizes, group_bytes)
+            chosen += range(len(items), len(items) + len(cut)) if cut else [index]
+            items += cut
+        travelling = {index: items[index] for index in chosen}
+        if single:
+            made = _single(travelling, math.prod(sizes.values()), options.primary_replica_id or 0, group_bytes)
+        else:
+            made = _spread(travelling, sizes, group_bytes)
+        groups += _groups(mesh, axes, made, items, group_bytes)
+    return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
+
+
+def who_travels(
+    leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int
+) -> tuple[dict[int, str], dict[tuple[int, tuple[str, ...]], list[int]]]:
+    """Returns why some leaves are read directly, and the indices of the others by (mesh, replica axes)."""
     homes = [_Home(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
     direct: dict[int, str] = {}
-    together: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
+    travelling: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         if leaf.direct_because or leaf.mesh is None:
             direct[index] = leaf.direct_because or "it has no mesh"
@@ -65,24 +88,8 @@ def make_plan(
         if reason:
             direct[index] = reason
         else:
-            together[leaf.mesh, axes].append(index)
-    groups: list[Group] = []
-    items = list(leaves)
-    single = options.strategy == "single"
-    for (mesh, axes), indices in together.items():
-        sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
-        chosen: list[int] = []
-        for index in indices:
-            cut = slices(leaves[index], index, {} if single else sizes, budget)
-            chosen += range(len(items), len(items) + len(cut)) if cut else [index]
-            items += cut
-        travelling = {index: items[index] for index in chosen}
-        if single:
-            made = _single(travelling, math.prod(sizes.values()), options.primary_replica_id or 0, budget)
-        else:
-            made = _spread(travelling, sizes, budget)
-        groups += _groups(mesh, axes, made, items, budget)
-    return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
+            travelling[leaf.mesh, axes].append(index)
+    return direct, travelling
 
 
 def largest_lane_batch(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
@@ -155,17 +162,17 @@ def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Op
     return axes
 
 
-def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, budget: int) -> list[bundles.Bundle]:
+def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes: int) -> list[bundles.Bundle]:
     """Bundles of which one replica reads all."""
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
     small = [index for index, size in sizes.items() if size < _SMALL]
     made: list[bundles.Bundle] = [bundles.Sum(index, reader) for index, size in sizes.items() if size >= _SMALL]
-    for batch in _batches(small, sizes, max(1, budget // 2)):
+    for batch in _batches(small, sizes, max(1, group_bytes // 2)):
         made.append(bundles.make_pack(tuple(tuple(batch) if n == reader else () for n in range(replicas)), sizes))
     return made
 
 
-def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) -> list[bundles.Bundle]:
+def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: int) -> list[bundles.Bundle]:
     """Bundles in which every replica reads a disjoint share of the same number of bytes, as nearly as chunks allow."""
     small: list[int] = []
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -185,7 +192,9 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
         lanes = tuple(axis for axis in axes if axis not in dict(cut))
         count = math.prod(axes[lane] for lane in lanes)
         # Rather one leaf at a time than more under way than there is room for.
-        whole = 0 if count * leaves[indices[0]].block_bytes > budget and lanes else len(indices) - len(indices) % count
+        whole = (
+            0 if count * leaves[indices[0]].block_bytes > group_bytes and lanes else len(indices) - len(indices) % count
+        )
         made += [bundles.LaneBatch(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
         for index in indices[whole:]:
             (lonely if leaves[index].block_bytes > _LARGE else small).append(index)
@@ -193,7 +202,7 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], budget: int) ->
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
     load = [0] * replicas  # over all that is dealt out whole; what is cut is the same for all
     made += [bundles.Sum(index, reader) for index, reader in _deal(lonely, sizes, load).items()]
-    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, load, budget)]
+    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, load, group_bytes)]
     return made
 
 
@@ -211,35 +220,35 @@ def _deal(indices: Sequence[int], sizes: Mapping[int, int], load: list[int]) -> 
 
 
 def _packs(
-    indices: Sequence[int], sizes: Mapping[int, int], load: list[int], budget: int
+    indices: Sequence[int], sizes: Mapping[int, int], load: list[int], group_bytes: int
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Deals small leaves out to the replicas, in packs of at most `budget` bytes where the leaves allow."""
+    """Deals small leaves out to the replicas, in packs of at most `group_bytes` bytes where the leaves allow."""
     shares = []
-    for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, budget // 2)):
+    for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
         dealt = _deal(batch, sizes, load)
         shares.append(tuple(tuple(i for i in batch if dealt[i] == replica) for replica in range(len(load))))
     return shares
 
 
 def _groups(
-    mesh: int, axes: tuple[str, ...], made: Iterable[bundles.Bundle], leaves: Sequence[Leaf], budget: int
+    mesh: int, axes: tuple[str, ...], made: Iterable[bundles.Bundle], leaves: Sequence[Leaf], group_bytes: int
 ) -> list[Group]:
     # In the order they were made, equal bundles are neighbours, so that most groups share a program.
     listed = list(made)
     sizes = {at: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for at, bundle in enumerate(listed)}
     return [
         Group(mesh, axes, tuple(listed[at] for at in batch), sum(sizes[at] for at in batch))
-        for batch in _batches(range(len(listed)), sizes, budget)
+        for batch in _batches(range(len(listed)), sizes, group_bytes)
     ]
 
 
-def _batches(indices: Iterable[int], sizes: Mapping[int, int], budget: int) -> list[list[int]]:
+def _batches(indices: Iterable[int], sizes: Mapping[int, int], group_bytes: int) -> list[list[int]]:
     batches: list[list[int]] = []
     room = 0
     for index in indices:
         if not batches or sizes[index] > room:
             batches.append([])
-            room = budget
+            room = group_bytes
         batches[-1].append(index)
         room -= sizes[index]
     return batches

@@ -1,81 +1,72 @@
-"""Which way is faster, where nobody has said how fast the links are: found out while the first group is read."""
+"""How `auto` finds out, while the first group is read, whether exchanges or direct reads are faster."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import jax
 
-from orbax_ext.plan.cost import Rates, with_cheapest
-from orbax_ext.report.recorder import Recorder
-from orbax_ext.request import Request
-from orbax_ext.transfer.executor import Execution
+from orbax_ext.plan import MeshInfo, Rates, RestorePlan, with_cheapest
 from orbax_ext.transfer.read_ahead import ReadAhead, abandon
 
-LEAST_GROUPS = 3  # fewer are not worth to be looked at
+LEAST_GROUPS = 3  # with fewer groups, measuring costs more than it can gain
 PACE_AFTER = 4  # exchanges, by which it is seen whether they keep what the rates promise
 
 
 class Choice:
-    """Looks at the links, and has all processes choose together.
+    """Measures the links, and has all processes choose together.
 
     Until then the first group is read as if all were to travel. If they are not, this one does so all the same, beside
     the others, unless that would take too long.
     """
 
-    def __init__(self, request: Request, restore: Execution, recorder: Recorder, reading: ReadAhead[Any]) -> None:
-        self._request = request
-        self._restore = restore
-        self._recorder = recorder
+    def __init__(self, meshes: tuple[MeshInfo, ...], bytes_read: Callable[[], int], reading: ReadAhead[Any]) -> None:
+        self._meshes = meshes
+        self._bytes_read = bytes_read
         self._reading = reading
-        self._before = 0  # bytes that were read for other things
+        self._before = 0  # bytes that were read before the first group
         self._fabric = 0.0  # bytes per second that this process receives
-        self._ended: list[float] = []
+        self._ended: list[float] = []  # when exchanges ended
 
-    async def look(self, measured: Awaitable[float]) -> None:
-        """Reads the first group while the fabric is looked at."""
-        self._before = self._recorder.bytes_read()
-        looking = asyncio.ensure_future(measured)
-        first = self._reading.begin(1, len(self._restore.plan.groups))
+    async def measure(self, fabric: Awaitable[float], groups: int) -> None:
+        """Reads the first group while the fabric is measured."""
+        self._before = self._bytes_read()
+        measuring = asyncio.ensure_future(fabric)
+        first = self._reading.begin(1, groups)
         try:
             await asyncio.wait(first)
-            self._fabric = await looking
+            self._fabric = await measuring
         finally:
-            abandon(looking)
+            abandon(measuring)
         for task in first:
-            task.result()  # what could not be read is everybody's failure, now
+            task.result()  # raises a read error now, so that it becomes everybody's
 
     def exchanged(self) -> None:
-        """Takes note that an exchange is over."""
+        """Takes note that an exchange has ended."""
         self._ended.append(time.monotonic())
 
-    def found(self) -> dict[str, float]:
-        """What this process has to tell the others: bytes and exchanges per second."""
+    def rates(self) -> dict[str, float]:
+        """Returns what this process has measured: bytes and exchanges per second."""
         between = self._ended[-1] - self._ended[0] if self._ended else 0.0
         pace = (len(self._ended) - 1) / between if between else 0.0
-        storage = (self._recorder.bytes_read() - self._before) / max(self._reading.busy.seconds, 1e-6)
+        storage = (self._bytes_read() - self._before) / max(self._reading.busy.seconds, 1e-6)
         return {"storage": storage, "fabric": self._fabric, "pace": pace}
 
-    def decide(self, told: Mapping[int, Mapping[str, Any]], done: int = 0) -> None:
-        """Chooses, by what all have found and so all alike, whether groups after those `done` are read directly.
+    def decide(self, plan: RestorePlan, rates: Mapping[int, Mapping[str, Any]], done: int = 0) -> RestorePlan:
+        """Returns the plan with groups after those `done` moved to direct reads where that is expected to be faster.
 
-        By the rates of the links; or, once that has been seen, by how fast exchanges follow each other.
+        It decides by the rates that all processes have measured, so all decide the same; after some exchanges, by how
+        fast they follow each other.
         """
 
-        def of_all(name: str) -> list[float]:  # a process that had nothing to find it by has no say
-            return [each[name] for each in told.values() if each[name] > 0] or [1e9]
+        def of_all(name: str) -> list[float]:  # processes without a measurement are ignored
+            return [rate[name] for rate in rates.values() if rate[name] > 0] or [1e9]
 
-        restore, plan = self._restore, self._restore.plan
         # All take part in the same exchanges: what they see of the fabric differs by chance.
-        rates = Rates(min(of_all("storage")), statistics.median(of_all("fabric")), how="measured")
+        measured = Rates(min(of_all("storage")), statistics.median(of_all("fabric")), how="measured")
         pace = 1 / min(of_all("pace")) if done else None
-        meshes, processes = self._request.mesh_infos, jax.process_count()
-        restore.plan = with_cheapest(plan, meshes, processes, rates, done=done, pace=pace, read=1)
-        self._recorder.planned(len(self._request.leaves), self._request.mesh_infos, restore.plan)
-        # From the first group that is not what it was, what has been read is of other leaves.
-        same = [old == new for old, new in zip(plan.groups, restore.plan.groups, strict=False)]
-        self._reading.give_up(same.index(False) if False in same else len(same))
+        return with_cheapest(plan, self._meshes, jax.process_count(), measured, done=done, pace=pace, read=1)

@@ -157,7 +157,9 @@ def test_volumes_are_what_every_device_does_counted_one_by_one(mesh: MeshInfo, s
     leaves = some_leaves(mesh)
     processes = max(mesh.processes) + 1
     axis = "dp" if strategy == "single" else None
-    plan = make_plan(leaves, [mesh], Options(strategy=strategy, replica_axis=axis), processes=processes, budget=1 << 22)
+    plan = make_plan(
+        leaves, [mesh], Options(strategy=strategy, replica_axis=axis), processes=processes, group_bytes=1 << 22
+    )
     found = volumes.count(plan, leaves, [mesh], processes)
     chunks = [touched(plan, mesh, process) for process in range(processes)]
     assert found.read.tolist() == [sum(sizes.values()) for sizes in chunks]
@@ -172,7 +174,7 @@ def test_volumes_are_what_every_device_does_counted_one_by_one(mesh: MeshInfo, s
 def test_bundles_of_every_kind_are_among_those_that_are_counted() -> None:
     kinds: set[Any] = set()
     for mesh in MESHES.values():
-        made = make_plan(some_leaves(mesh), [mesh], Options(), processes=max(mesh.processes) + 1, budget=1 << 22)
+        made = make_plan(some_leaves(mesh), [mesh], Options(), processes=max(mesh.processes) + 1, group_bytes=1 << 22)
         bundles = [bundle for group in made.groups for bundle in group.bundles]
         kinds |= {(type(bundle), getattr(bundle, "summed", False)) for bundle in bundles}
         kinds |= {"slice" for item in made.leaves if item.slice}

@@ -12,7 +12,8 @@ import pytest
 
 from orbax_ext import lab
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.transfer.exchange import Block, Exchange, GatherOp, Op, SumOp
+from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.collectives import Exchange, GatherOp, Op, SumOp
 from tests.support import world
 from tests.support.world import P, Spec
 

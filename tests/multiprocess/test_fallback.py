@@ -141,7 +141,7 @@ def restore_another_tree(path: str, rank: int) -> None:
 
 
 def fail_in_exchange(path: str, rank: int) -> None:
-    from orbax_ext.transfer.exchange import Exchange
+    from orbax_ext.transfer.collectives import Exchange
 
     original = Exchange._start
     calls = 0

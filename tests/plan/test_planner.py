@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,11 @@ def leaf(name: str, spec: Spec = ((), ()), size: int = MIB, mesh: int | None = 0
     return Leaf(name, (8, size // 8), "int8", 1, (8, size // 8), mesh=mesh, spec=spec)
 
 
-def plan(*leaves: Leaf, budget: int = 4 * MIB, processes: int = 4, mesh: MeshInfo = MESH, **knobs: object):  # type: ignore[no-untyped-def]
-    return make_plan(leaves, [mesh], Options(**{"strategy": "single", **knobs}), processes=processes, budget=budget)  # type: ignore[arg-type]
+def plan(
+    *leaves: Leaf, group_bytes: int = 4 * MIB, processes: int = 4, mesh: MeshInfo = MESH, **knobs: Any
+) -> RestorePlan:
+    options = Options(**{"strategy": "single", **knobs})
+    return make_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes)
 
 
 def test_leaves_that_no_replica_axis_shards_travel_together() -> None:
@@ -36,7 +40,7 @@ def test_leaves_that_no_replica_axis_shards_travel_together() -> None:
     assert not made.direct
 
 
-def test_groups_hold_the_budget() -> None:
+def test_groups_keep_to_the_group_size() -> None:
     made = plan(*[leaf(str(number)) for number in range(10)], replica_axis="dp")
     assert [len(group.leaves) for group in made.groups] == [4, 4, 2]
     assert all(group.device_bytes <= 4 * MIB for group in made.groups)
@@ -50,7 +54,7 @@ def test_small_leaves_travel_in_one_vector_that_one_replica_reads() -> None:
     assert pack.summed
 
 
-def test_a_leaf_above_the_budget_travels_alone() -> None:
+def test_a_leaf_above_the_group_size_travels_alone() -> None:
     made = plan(leaf("a"), leaf("big", size=9 * MIB), leaf("b"), replica_axis="dp")
     assert [group.leaves for group in made.groups] == [(0,), (1,), (2,)]
 
@@ -73,9 +77,9 @@ def test_axes_that_are_not_named_are_those_that_no_leaf_uses() -> None:
     ],
 )
 def test_what_cannot_be_broadcast_says_why(
-    spec: tuple[tuple[str, ...], ...], knobs: dict[str, object], reason: str
+    spec: tuple[tuple[str, ...], ...], knobs: dict[str, Any], reason: str
 ) -> None:
-    made = plan(leaf("a", spec), **knobs)  # type: ignore[arg-type]
+    made = plan(leaf("a", spec), **knobs)
     assert not made.groups
     assert reason in made.direct[0]
 
@@ -93,15 +97,15 @@ def test_an_axis_that_is_not_there_is_refused(axis: str | int) -> None:
 def test_leaves_of_different_meshes_travel_apart() -> None:
     other = MeshInfo(("x",), (32,), MESH.processes)
     options = Options(strategy="single")
-    made = make_plan([leaf("a"), leaf("b", mesh=1)], [MESH, other], options, processes=4, budget=MIB)
+    made = make_plan([leaf("a"), leaf("b", mesh=1)], [MESH, other], options, processes=4, group_bytes=MIB)
     assert [(group.mesh, group.axes) for group in made.groups] == [(0, ("dp", "tp")), (1, ("x",))]
 
 
 @pytest.mark.parametrize("strategy", ["single", "spread"])
-def test_a_leaf_above_the_budget_is_cut_along_its_chunks(strategy: str) -> None:
+def test_a_leaf_above_the_group_size_is_cut_along_its_chunks(strategy: str) -> None:
     big = Leaf("a", (4096, 1024), "int8", 1, (512, 1024), 0, (("tp",), ()), chunk=(32, 1024), divisible=True)
     knobs = {"replica_axis": "dp"} if strategy == "single" else {}
-    made = make_plan([big], [MESH], Options(strategy=strategy, **knobs), processes=4, budget=128 << 10)  # type: ignore[arg-type]
+    made = make_plan([big], [MESH], Options(strategy=strategy, **knobs), processes=4, group_bytes=128 << 10)  # type: ignore[arg-type]
     assert [item.slice for item in made.leaves[1:]] == [Slice(0, 0, 128 * n, 128) for n in range(4)]
     assert {item.shape for item in made.leaves[1:]} == {(1024, 1024)}
     assert all(group.device_bytes == 128 << 10 for group in made.groups)
@@ -112,8 +116,8 @@ def test_a_leaf_above_the_budget_is_cut_along_its_chunks(strategy: str) -> None:
 LAYER = Leaf("w", (4096, 1024), "bfloat16", 2, (512, 1024), mesh=0, spec=(("tp",), ()))
 
 
-def spread(leaves: Sequence[Leaf], mesh: MeshInfo = MESH, budget: int = 64 * MIB) -> RestorePlan:
-    return make_plan(leaves, [mesh], Options(strategy="spread"), processes=4, budget=budget)
+def spread(leaves: Sequence[Leaf], mesh: MeshInfo = MESH, group_bytes: int = 64 * MIB) -> RestorePlan:
+    return make_plan(leaves, [mesh], Options(strategy="spread"), processes=4, group_bytes=group_bytes)
 
 
 def test_a_leaf_whose_chunks_allow_is_cut_among_its_replicas() -> None:
@@ -186,9 +190,9 @@ def trees(draw: st.DrawFn) -> tuple[list[Leaf], MeshInfo]:
 
 @given(trees(), st.integers(1 << 12, 1 << 24))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_every_element_is_read_exactly_once(tree: tuple[list[Leaf], MeshInfo], budget: int) -> None:
+def test_every_element_is_read_exactly_once(tree: tuple[list[Leaf], MeshInfo], group_bytes: int) -> None:
     leaves, mesh = tree
-    made = spread(leaves, mesh, budget)
+    made = spread(leaves, mesh, group_bytes)
     items = list(made.leaves)
     assert items[: len(leaves)] == leaves
     covered: Counter[int] = Counter()
@@ -208,22 +212,22 @@ def test_every_element_is_read_exactly_once(tree: tuple[list[Leaf], MeshInfo], b
 
 @given(trees(), st.integers(1 << 12, 1 << 24))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_budgets_hold_unless_chunks_forbid(tree: tuple[list[Leaf], MeshInfo], budget: int) -> None:
+def test_group_sizes_hold_unless_chunks_forbid(tree: tuple[list[Leaf], MeshInfo], group_bytes: int) -> None:
     leaves, mesh = tree
-    made = spread(leaves, mesh, budget)
+    made = spread(leaves, mesh, group_bytes)
     for group in made.groups:
-        if group.device_bytes > budget:
+        if group.device_bytes > group_bytes:
             assert len(group.bundles) == 1
             (item,) = group.leaves
             leaf = made.leaves[item]
-            assert leaf.slice is not None or not _could_be_cut(leaf, mesh.replicas(group.axes), budget)
+            assert leaf.slice is not None or not _could_be_cut(leaf, mesh.replicas(group.axes), group_bytes)
 
 
 @given(trees(), st.integers(1 << 12, 1 << 24))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_replicas_read_the_same_number_of_bytes(tree: tuple[list[Leaf], MeshInfo], budget: int) -> None:
+def test_replicas_read_the_same_number_of_bytes(tree: tuple[list[Leaf], MeshInfo], group_bytes: int) -> None:
     leaves, mesh = tree
-    made = spread(leaves, mesh, budget)
+    made = spread(leaves, mesh, group_bytes)
     loads: dict[tuple[str, ...], list[int]] = {}
     whole: dict[tuple[str, ...], int] = {}  # the largest that one replica reads alone
     for group in made.groups:
@@ -238,12 +242,12 @@ def test_replicas_read_the_same_number_of_bytes(tree: tuple[list[Leaf], MeshInfo
         assert max(load) <= 1.05 * sum(load) / len(load) + whole.get(axes, 0)
 
 
-def _could_be_cut(leaf: Leaf, replicas: int, budget: int) -> bool:
-    """Whether slices one chunk thick, as many as there are replicas, fit into the budget."""
+def _could_be_cut(leaf: Leaf, replicas: int, group_bytes: int) -> bool:
+    """Whether slices one chunk thick, as many as there are replicas, fit into a group."""
     for dim, size in enumerate(leaf.block if leaf.chunk is not None else ()):
         thick = (leaf.chunk or ())[dim]
         chunks = size // thick
-        if size % thick == 0 and chunks % replicas == 0 and leaf.block_bytes // chunks * replicas <= budget:
+        if size % thick == 0 and chunks % replicas == 0 and leaf.block_bytes // chunks * replicas <= group_bytes:
             return True
     return False
 
@@ -284,7 +288,7 @@ def _reads(bundle: object, group: Group, leaves: list[Leaf], mesh: MeshInfo) -> 
 
 def test_many_equal_leaves_are_balanced_and_share_programs() -> None:
     leaves = [dataclasses.replace(LAYER, name=str(n), chunk=(512, 1024)) for n in range(64)]
-    made = spread(leaves, budget=8 * MIB)
+    made = spread(leaves, group_bytes=8 * MIB)
     assert len(made.groups) == 8
     assert len({tuple(type(bundle) for bundle in group.bundles) for group in made.groups}) == 1
 
@@ -293,7 +297,7 @@ def test_a_plan_for_a_very_large_job_is_made_in_modest_time() -> None:
     mesh = MeshInfo(("dp", "fsdp", "tp"), (64, 64, 8), tuple(device // 8 for device in range(32768)))
     leaf = Leaf("w", (16384, 4096), "bfloat16", 2, (256, 512), mesh=0, spec=(("fsdp",), ("tp",)), chunk=(4, 512))
     leaves = [dataclasses.replace(leaf, name=str(number)) for number in range(10_000)]
-    made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=4096, budget=64 * MIB)
+    made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=4096, group_bytes=64 * MIB)
     assert sum(len(group.leaves) for group in made.groups) == 10_000
     costs = Costs(made.leaves, [mesh], 4096)
     assert costs.travelling(made.groups).read_by_all == sum(math.prod(leaf.shape) * 2 for leaf in leaves)

@@ -26,7 +26,7 @@ def _leaf(name: str, shape: tuple[int, ...], spec: tuple[tuple[str, ...], ...] =
 
 
 def _plan(leaves: list[Leaf], mesh: MeshInfo, **options: Any) -> RestorePlan:
-    return make_plan(leaves, [mesh], Options(**options), processes=4, budget=64 * MIB)
+    return make_plan(leaves, [mesh], Options(**options), processes=4, group_bytes=64 * MIB)
 
 
 def test_with_one_reader_it_sends_to_the_others_and_they_receive() -> None:
@@ -60,7 +60,9 @@ def test_small_leaves_are_read_as_they_are_and_travel_padded() -> None:
 
 def test_copies_on_one_process_do_not_count_as_received() -> None:
     one = MeshInfo(("dp",), (4,), (0, 0, 0, 0))
-    plan = make_plan([_leaf("w", (MIB,), (), one)], [one], Options(strategy="single"), processes=1, budget=64 * MIB)
+    plan = make_plan(
+        [_leaf("w", (MIB,), (), one)], [one], Options(strategy="single"), processes=1, group_bytes=64 * MIB
+    )
     assert [(each.received, each.sent) for each in traffic.of_process(plan, [one], 0)] == [(0, 0)]
 
 

@@ -89,9 +89,9 @@ def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
     """The process gets a signal from outside while the reader reads, when all have connected."""
-    from orbax_ext.transfer.executor import Execution
+    from orbax_ext.transfer.executor import Executor
 
-    connect, connected = Execution.connect, threading.Event()
+    connect, connected = Executor.connect, threading.Event()
 
     async def connect_and_tell(*args: Any, **kwargs: Any) -> float:
         found = await connect(*args, **kwargs)
@@ -106,7 +106,7 @@ def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
-    with mock.patch.object(Execution, "connect", connect_and_tell):
+    with mock.patch.object(Executor, "connect", connect_and_tell):
         yield
 
 
@@ -130,7 +130,7 @@ def before_collective(how: str, number: int, action: Callable[[], None]) -> Iter
     """Something happens on this process just before it would enter a collective of a restore."""
     from orbax.checkpoint._src.multihost import multislice
 
-    from orbax_ext.transfer.exchange import Exchange
+    from orbax_ext.transfer.collectives import Exchange
 
     owner: Any = Exchange if how == "ours" else multislice
     name = "_start" if how == "ours" else "broadcast_one_replica_to_all"

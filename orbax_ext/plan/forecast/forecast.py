@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_ext.options import Options, Strategy
-from orbax_ext.plan import cost, memory, planner, volumes
+from orbax_ext.plan import choose, cost, memory, planner, volumes
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import RestorePlan
 from orbax_ext.plan.topology import MeshInfo
@@ -32,7 +32,7 @@ class Forecast:
     @property
     def travelling(self) -> list[int]:
         """The leaves that are read once and exchanged."""
-        return cost.sources(self.plan, self.plan.groups)
+        return choose.sources(self.plan, self.plan.groups)
 
 
 def forecast(
@@ -48,10 +48,8 @@ def forecast(
     options = Options(strategy=strategy, replica_axis=replica_axis)
     state = sum(leaf.block_bytes for leaf in leaves)
     limit = memory.limit(options, state, planner.largest_lane_batch(leaves, [mesh]), free)
-    group = memory.group_bytes(limit)
-    plan = planner.make_plan(leaves, [mesh], options, processes=processes, budget=group)
-    if strategy == "auto":
-        plan = cost.with_cheapest(plan, [mesh], processes, rates)
+    group_bytes = memory.group_bytes(limit)
+    plan = choose.choose_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes, rates=rates)
     counted = volumes.count(plan, leaves, [mesh], processes)
     largest = max((group.device_bytes for group in plan.groups), default=0)
     return Forecast(
@@ -67,7 +65,7 @@ def forecast(
 def _seconds(plan: RestorePlan, counted: Volumes, mesh: MeshInfo, processes: int, rates: cost.Rates) -> float:
     """By the cost model, with what chunks bring along counted as read. What is read directly comes last."""
     costs = cost.Costs(plan.leaves, [mesh], processes)
-    travelling = cost.sources(plan, plan.groups)
+    travelling = choose.sources(plan, plan.groups)
     total = 0.0
     for load, leaves in ((costs.travelling(plan.groups), travelling), (costs.direct(plan.direct), [*plan.direct])):
         times = amplification(counted, leaves)

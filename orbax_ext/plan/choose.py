@@ -1,0 +1,127 @@
+"""Which leaves travel and which are read directly: the plan that a restore follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from orbax_ext.options import Options
+from orbax_ext.plan.cost import Costs, Rates
+from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.planner import Group, RestorePlan, make_plan, who_travels
+from orbax_ext.plan.topology import MeshInfo
+
+_WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
+_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: it asks more of links and processors than is modelled
+_BESIDE = 0.8  # of the time that the rest is read in, up to which an exchange beside it is not noticed
+
+
+def choose_plan(
+    leaves: Sequence[Leaf],
+    meshes: Sequence[MeshInfo],
+    options: Options,
+    *,
+    processes: int,
+    group_bytes: int,
+    rates: Rates | None = None,
+) -> RestorePlan:
+    """Returns the plan for these leaves; for strategy "auto", with direct reads where the cost model prefers them.
+
+    `rates` are the link rates to choose by; by default those in the options, if any.
+    """
+    plan = make_plan(leaves, meshes, options, processes=processes, group_bytes=group_bytes)
+    if options.strategy != "auto":
+        return plan
+    return with_cheapest(plan, meshes, processes, rates or Rates.given(options))
+
+
+def anything_travels(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int) -> bool:
+    """Returns whether any leaf may travel from process to process.
+
+    The answer does not depend on the memory limit, on which processes agree later, so it is the same on all of them.
+    Where rates are given, `choose_plan` may still decide to read every leaf directly.
+    """
+    _, travelling = who_travels(leaves, meshes, options, processes=processes)
+    indices = [index for kind in travelling.values() for index in kind]
+    if options.strategy == "auto" and Rates.given(options) is None:
+        return not Costs(leaves, meshes, processes).direct(indices).is_tiny
+    return bool(indices)
+
+
+def with_cheapest(
+    plan: RestorePlan,
+    meshes: Sequence[MeshInfo],
+    processes: int,
+    rates: Rates | None,
+    *,
+    done: int = 0,
+    pace: float | None = None,
+    read: int = 0,
+) -> RestorePlan:
+    """The plan with its groups, from number `done` on, read directly instead where that is expected to be faster.
+
+    Without rates, all of it if it is too small to be worth an exchange. `pace` is what groups have taken so far, in
+    seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
+    travel beside the others, which are read directly, if they arrive long before those.
+    """
+    costs = Costs(plan.leaves, meshes, processes)
+    if rates is None:
+        everything = sources(plan, plan.groups)
+        if not costs.direct(everything).is_tiny:
+            return plan
+        reason = "the state is too small to be worth an exchange"
+        return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
+    direct, kept, reasons = dict(plan.direct), list(plan.groups[:done]), []
+    for kind in _kinds(plan.groups[done:]):
+        bound = _bound(plan, kept, kind)
+        kept += kind[:bound]
+        groups = kind[bound:]
+        if not groups:
+            continue
+        leaves = sources(plan, groups)
+        apart = costs.direct(leaves).seconds(rates)
+        together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
+        needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
+        # Of a link that carries both, an exchange asks as much as reading does.
+        in_vain = rates.may_be_one_link and pace is None
+        if apart >= together + needed and not in_vain:
+            kept += groups
+            reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
+            continue
+        there = [] if in_vain else [group for group in groups if group in plan.groups[done:read]]
+        there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
+        if there:
+            rest = sources(plan, groups[len(there) :])
+            beside = costs.direct([*rest, *plan.direct]).seconds(rates)
+            if costs.travelling(there).seconds(rates) < _BESIDE * beside:
+                kept += there
+                reasons.append(f"it had been read before the way was chosen ({rates})")
+                leaves = rest
+        why = "storage and fabric may be one link" if in_vain else f"{together:.1f} s if exchanged"
+        direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {why} ({rates})")
+    because = plan.because or "; ".join(dict.fromkeys(reasons))
+    return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
+
+
+def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) -> int:
+    """How many of the groups bring slices of leaves that have begun to travel, so that they must travel, too."""
+    bound, begun = 0, set(sources(plan, kept))
+    for number, group in enumerate(groups):
+        if begun & set(sources(plan, [group])):
+            begun |= set(sources(plan, groups[bound : number + 1]))
+            bound = number + 1
+    return bound
+
+
+def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
+    """The leaves that groups bring, whole or in slices."""
+    parts = ((item, plan.leaves[item].slice) for group in groups for item in group.leaves)
+    return list(dict.fromkeys(item if part is None else part.leaf for item, part in parts))
+
+
+def _kinds(groups: Iterable[Group]) -> list[list[Group]]:
+    """Groups of leaves that are replicated alike, together."""
+    kinds: dict[tuple[int, tuple[str, ...]], list[Group]] = {}
+    for group in groups:
+        kinds.setdefault((group.mesh, group.axes), []).append(group)
+    return list(kinds.values())
