@@ -120,7 +120,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         self, request: Request, own_budget: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
         with open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
-            recorder.session = session
+            recorder.attach(session)
             # 3. Meet: is everybody here, do all want the same?
             agreed_budget = await self._arrive(session, request, own_budget)
             plan = self._plan(request, agreed_budget)
