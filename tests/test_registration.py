@@ -10,7 +10,6 @@ from orbax.checkpoint import type_handlers
 
 import orbax_ext
 from orbax_ext.options import Options
-from orbax_ext.transfer.memory import memory_limit
 
 
 def current() -> type_handlers.TypeHandler:
@@ -97,12 +96,6 @@ def test_restore_args_must_come_with_a_restore() -> None:
     handler = orbax_ext.BroadcastArrayHandler()
     with pytest.raises(ValueError, match="ArrayRestoreArgs"):
         asyncio.run(handler.deserialize([], None))
-
-
-def test_the_memory_limit_needs_no_argument_and_no_backend_that_tells_its_memory() -> None:
-    assert jax.local_devices()[0].memory_stats() is None
-    assert 0 < memory_limit(Options(), REQUEST) <= 256 << 20
-    assert memory_limit(Options(broadcast_memory_limit_bytes=12345), REQUEST) == 12345
 
 
 def test_the_handler_with_a_registry_of_its_own_leaves_the_global_one_alone() -> None:

@@ -9,7 +9,7 @@ import json
 import resource
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from absl import logging
@@ -55,16 +55,12 @@ def recorded() -> Iterator[Recorder]:
 
 async def collect(session: Session, recorder: Recorder) -> None:
     """Hands this process's report in to process 0, which keeps all of them; takes a few seconds at most."""
-    recorder.clock_offset = session.clock_offset
     try:
         handed_in = await in_thread(session.hand_in, pack(own(recorder), jax.process_count()))
     except Exception as error:  # the arrays are there: a report is not worth a restore
         logging.warning("orbax_ext: no report of all processes: %s", scrub(str(error)))
         return
-    for process, word in handed_in.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, zlib.error):  # it is missing then
-            if process != jax.process_index():
-                recorder.others[process] = unpack(word)
+    recorder.add_reports(_unpacked(handed_in))
 
 
 def own(recorder: Recorder) -> ProcessReport:
@@ -76,7 +72,7 @@ def own(recorder: Recorder) -> ProcessReport:
     found = ProcessReport(
         process=process,
         host=socket.gethostname(),
-        started=recorder.started - recorder.clock_offset,
+        started=recorder.started,
         seconds=seconds_by_phase(spans),
         spans=tuple(spans),
         bytes_read=recorder.bytes_read(),
@@ -124,12 +120,22 @@ def emit(finished: RestoreReport) -> None:
     jax.monitoring.record_event(f"/orbax_ext/restore/{'failed' if finished.error else 'finished'}")
 
 
+def _unpacked(handed_in: Mapping[int, str]) -> dict[int, ProcessReport]:
+    """Returns the reports of the other processes; a damaged one is left out and listed as missing."""
+    reports = {}
+    for process, packed in handed_in.items():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, zlib.error):
+            if process != jax.process_index():
+                reports[process] = unpack(packed)
+    return reports
+
+
 def _report(recorder: Recorder, error: str) -> RestoreReport:
     mine, planned = own(recorder), recorder.plan
     return RestoreReport(
         process=mine.process,
         processes=jax.process_count(),
-        members={mine.process: mine, **recorder.others},
+        members={mine.process: mine, **recorder.other_reports},
         leaves=planned.leaves if planned else 0,
         groups=len(planned.plan.groups) if planned else 0,
         strategy=strategies(planned.plan) if planned else {},

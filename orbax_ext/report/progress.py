@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -140,21 +140,20 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     displays: list[Display] = []  # made when it is first needed: a short restore does without
 
-    def tick() -> None:
+    def tick(*, finished: bool = False) -> None:
         if loop.is_closed():  # as a KeyboardInterrupt leaves it, which ends no block (Orbax 0.12.0 and later)
             _close(displays)
             raise StopTicking
         if recorder.plan is not None:
             if not displays:
                 displays.append(Bar() if in_terminal else LogLines())
-            displays[0].show(look())
+            displays[0].show(look(finished))
 
     try:
         with Ticker(tick, _BAR_EVERY if in_terminal else _LOG_EVERY):
             yield
-        recorder.passed |= recorder.begun
         if displays:
-            tick()
+            tick(finished=True)
     finally:
         _close(displays)
 
@@ -173,11 +172,11 @@ def _close(displays: list[Display]) -> None:
         displays.pop().close()
 
 
-def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
+def _looker(recorder: Recorder) -> Callable[[bool], Snapshot]:
     tracker = Tracker()
     known: dict[tuple[int, int], workload.Steps] = {}  # by plan and number of processes that it is about
 
-    def look() -> Snapshot:
+    def look(finished: bool) -> Snapshot:
         session, planned = recorder.session, recorder.plan
         assert planned is not None
         processes = 1 if session is None else jax.process_count()
@@ -185,8 +184,9 @@ def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
         if key not in known:
             known[key] = workload.steps(planned.plan, planned.meshes, processes)
         steps = known[key]
-        passed = sum(steps.get(group, 0) for group in recorder.passed)
-        bounds = (passed, passed + sum(steps.get(group, 0) for group in recorder.begun - recorder.passed))
+        begun = recorder.groups_begun | recorder.groups_read
+        read_by_all = begun if finished else recorder.groups_read
+        bounds = _sum(steps, read_by_all), _sum(steps, begun)
         read = {0: recorder.bytes_read()}
         if session is None:
             return tracker.look(time.monotonic(), "read", sum(steps.values()), bounds, read, {})
@@ -194,6 +194,10 @@ def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
         return tracker.look(time.monotonic(), session.phase, sum(steps.values()), bounds, read, session.hosts)
 
     return look
+
+
+def _sum(steps: workload.Steps, groups: Iterable[int | None]) -> int:
+    return sum(steps.get(group, 0) for group in groups)
 
 
 def _can_show_bar() -> bool:

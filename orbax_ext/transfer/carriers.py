@@ -92,7 +92,7 @@ class Carrier(abc.ABC):
     def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
         """Takes the bundle's outputs from those of the exchange; returns the blocks of every leaf."""
 
-    def compile(self) -> None:
+    def compile(self) -> None:  # noqa: B027, most need nothing
         """Compiles what the bundle needs beside the exchange program."""
 
     def _item(self, index: int, sharding: NamedSharding, block: Block) -> ReadItem:
@@ -203,9 +203,9 @@ class PackCarrier(Carrier):
 _CARRIERS = {Sum: SumCarrier, LaneBatch: LaneCarrier, Pack: PackCarrier}
 
 
-def carrier(bundle: Bundle, leaves: PlannedLeaves, replicas: Replicas) -> Carrier:
+def make_carrier(bundle: Bundle, leaves: PlannedLeaves, replicas: Replicas) -> Carrier:
     """Returns the carrier of a bundle."""
-    made: Carrier = _CARRIERS[type(bundle)](bundle, leaves, replicas)  # type: ignore[arg-type]
+    made: Carrier = _CARRIERS[type(bundle)](bundle, leaves, replicas)
     return made
 
 

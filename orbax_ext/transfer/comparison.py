@@ -48,7 +48,10 @@ def split(leaf_set: LeafSet) -> list[LeafSet]:
 
 
 def first_mismatch(brought: Mapping[int, Folds], stored: Mapping[int, str]) -> Mismatch | None:
-    """Returns the first mismatch, if there is one. `stored` has the digests of sets that can be compared with storage."""
+    """Returns the first mismatch, if there is one.
+
+    `brought` has what each process found, `stored` the digests of the sets that can be compared with storage.
+    """
     votes: dict[tuple[int, int], dict[str, list[int]]] = {}
     for process, folds in sorted(brought.items()):
         for key, found in folds.items():

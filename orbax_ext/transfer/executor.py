@@ -17,7 +17,7 @@ from orbax_ext.plan import Group, Leaf
 from orbax_ext.request import Request
 from orbax_ext.transfer import reading
 from orbax_ext.transfer.blocks import DeviceBlocks
-from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, carrier, is_local
+from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, is_local, make_carrier
 from orbax_ext.transfer.collectives import Exchange, exchange_among
 from orbax_ext.transfer.programs import Assembler, Words, assembler
 from orbax_ext.upstream.array_handler import without_array_metadata
@@ -121,7 +121,7 @@ class Executor:
 
     def _carriers(self, group: Group) -> list[Carrier]:
         replicas = self._replicas_of(group.mesh, group.axes)
-        return [carrier(bundle, self._leaves, replicas) for bundle in group.bundles]
+        return [make_carrier(bundle, self._leaves, replicas) for bundle in group.bundles]
 
     def _exchange(self, group: Group) -> Exchange:
         return exchange_among(self._replicas_of(group.mesh, group.axes).table)

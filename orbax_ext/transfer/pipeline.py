@@ -57,9 +57,9 @@ class Pipeline:
         self._arrays, self._direct, self._under_way = {}, {}, None
 
     async def connect(self) -> None:
-        """Opens communicators while all processes are together, so that a late reader harms nobody (google/orbax #3181).
+        """Opens communicators while all processes are together, and begins to read the first groups.
 
-        The first groups are read meanwhile.
+        A communicator that is opened later gives a late reader little time (google/orbax #3181).
         """
         connecting = self._executor.connect(self.plan.groups, measure=self._choice is not None)
         work = self._recorder.timed("connect", connecting)

@@ -29,7 +29,7 @@ Table = Mapping[jax.Device, Mapping[int, tuple[int, int]]]  # for each device an
 
 
 async def verify(session: Session, request: Request, arrays: Sequence[Any]) -> None:
-    """Raises the same `RestoreFailedError` on all processes if a leaf differs between replicas or from its stored digest."""
+    """Raises the same `RestoreFailedError` on all processes if replicas differ, or differ from what is stored."""
     leaves, meshes = request.leaves, request.mesh_infos
     chosen = [index for index, leaf in enumerate(leaves) if leaf.mesh is not None]
     if len(chosen) < len(leaves):

@@ -142,14 +142,14 @@ def restore_with_measured(
     **others: float,
 ) -> list[str]:
     """As if so many bytes per second had been measured."""
-    found = choice.Choice.found
+    rates = choice.Choice.rates
 
     def find_otherwise(self: choice.Choice) -> dict[str, float]:
-        really = found(self)
-        assert really["fabric"] > 0
-        return {**really, "storage": storage, "fabric": fabric, **others}
+        measured = rates(self)
+        assert measured["fabric"] > 0
+        return {**measured, "storage": storage, "fabric": fabric, **others}
 
-    with mock.patch.object(choice.Choice, "found", find_otherwise):
+    with mock.patch.object(choice.Choice, "rates", find_otherwise):
         return restore_and_tell_ways(path, {"strategy": "auto", **(knobs or {})}, state, mesh)
 
 

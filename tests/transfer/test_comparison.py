@@ -11,15 +11,15 @@ pytestmark = pytest.mark.once
 MESH = MeshInfo(("dp", "tp"), (2, 4), (0,) * 4 + (1,) * 4)
 
 
-def test_leaves_that_lie_alike_are_bundled() -> None:
+def test_leaves_with_the_same_layout_are_compared_together() -> None:
     leaves = [
         Leaf("a", (8, 2), "float32", 16, mesh=0, spec=(("tp",), ())),
         Leaf("b", (8,), "float32", 8, mesh=0, spec=(("tp",),)),
         Leaf("c", (2, 8), "float32", 16, mesh=0, spec=((), ("tp",))),
         Leaf("d", (4,), "float32", 16, mesh=0, spec=((),)),
     ]
-    assert comparison.bundles(leaves, [0, 1, 2, 3], frozenset()) == [(0, 1), (2,), (3,)]
-    assert comparison.bundles(leaves, [0, 1], frozenset({1})) == [(0,), (1,)]
+    assert comparison.leaf_sets(leaves, [0, 1, 2, 3], frozenset()) == [(0, 1), (2,), (3,)]
+    assert comparison.leaf_sets(leaves, [0, 1], frozenset({1})) == [(0,), (1,)]
 
 
 def test_a_bundle_is_split_into_few() -> None:

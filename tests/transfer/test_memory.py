@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import jax
+import pytest
+
+from orbax_ext.options import Options
+from orbax_ext.plan import Leaf
+from orbax_ext.request import LeafRequest, Request
+from orbax_ext.transfer import memory
+
+pytestmark = pytest.mark.once
+
+LARGE = Leaf("w", (1 << 38,), "float32", 4, (1 << 38,))
+REQUEST = Request((LeafRequest(None, None, LARGE),), (), ())
+
+
+def test_the_limit_needs_no_knob_and_no_backend_that_knows_its_memory() -> None:
+    assert jax.local_devices()[0].memory_stats() is None
+    assert 0 < memory.memory_limit(Options(), REQUEST) <= 256 << 20
+
+
+def test_the_limit_is_the_one_that_is_given() -> None:
+    assert memory.memory_limit(Options(broadcast_memory_limit_bytes=12345), REQUEST) == 12345
+
+
+def test_free_memory_is_what_the_backend_says_where_it_does() -> None:
+    class Device:
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 100, "bytes_in_use": 30}
+
+    assert memory.free_bytes(Device()) == 70
