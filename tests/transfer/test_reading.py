@@ -7,6 +7,7 @@ import pytest
 import tensorstore as ts
 
 from orbax_ext.plan import Leaf, Slice
+from orbax_ext.transfer.reading import _index_transform
 
 pytestmark = pytest.mark.once
 
