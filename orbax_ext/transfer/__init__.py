@@ -1,0 +1,1 @@
+"""Reads arrays and runs programs: the only room that does either."""

@@ -1,4 +1,4 @@
-"""Reading before it is asked for, and how long that took."""
+"""Reads groups before they are needed, and measures how long that takes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ R = TypeVar("R")
 
 
 class ReadAhead(Generic[R]):
-    """Reads numbered groups in order: the one that is asked for and `ahead` after it.
+    """Reads numbered groups in order: the one that is asked for and `ahead` more.
 
-    Two at a time, so that storage is never idle, and half a group apart: begun together they would share storage and
-    all arrive late, while nothing travels.
+    It reads two at a time, so that storage is never idle, and half a group apart: two that began together would share
+    storage and both arrive late, while nothing travels.
     """
 
     def __init__(self, read: Callable[[int], Awaitable[R]], ahead: int) -> None:
         self.ahead = ahead
-        self.begun = 0  # groups of which the reading has begun
+        self.begun = 0  # groups whose reading has begun
         self.busy = Stopwatch()  # runs while one of them is being read
         self._read = read
-        self._upto = 0  # groups that may be begun
+        self._upto = 0  # groups whose reading may begin
         self._at_a_time = 1  # until it is known how long one takes
         self._tasks: dict[int, asyncio.Future[R]] = {}
 
     def begin(self, upto: int, groups: int) -> list[asyncio.Future[R]]:
-        """Reads groups up to a number, if there are so many; returns those that are begun now and not taken yet."""
+        """Begins to read groups up to a number, if there are so many; returns the reads that were not taken yet."""
         self._upto = max(self._upto, min(upto, groups))
         self._go_on()
         return list(self._tasks.values())
 
     async def take(self, number: int, groups: int) -> R:
-        """What was read of a group, all before which have been taken; those after it are begun, too."""
+        """Returns what was read of a group, and begins the next ones. Groups are taken in order."""
         self.begin(number + 1 + self.ahead, groups)
         try:
             return await self._tasks[number]
@@ -42,9 +42,9 @@ class ReadAhead(Generic[R]):
             self._tasks.pop(number, None)
 
     def give_up(self, number: int) -> None:
-        """Forgets what has been read of a group and those after it; they may be begun anew."""
-        for each in [each for each in self._tasks if each >= number]:
-            abandon(self._tasks.pop(each))
+        """Drops what was read of a group and those after it; they may be read again."""
+        for later in [group for group in self._tasks if group >= number]:
+            abandon(self._tasks.pop(later))
         self.begun = min(self.begun, number)
         self._upto = min(self._upto, number)
 
@@ -58,10 +58,10 @@ class ReadAhead(Generic[R]):
     async def _timed(self, number: int) -> R:
         started = time.monotonic()
         with self.busy:
-            found = await self._read(number)
+            result = await self._read(number)
         if self._at_a_time == 1:
             asyncio.get_running_loop().call_later((time.monotonic() - started) / 2, self._read_two_at_a_time)
-        return found
+        return result
 
     def _read_two_at_a_time(self) -> None:
         self._at_a_time = 2
@@ -69,7 +69,7 @@ class ReadAhead(Generic[R]):
 
 
 class Stopwatch:
-    """Runs while at least one `with` block is inside it."""
+    """Measures the time during which at least one `with` block is inside it."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -78,7 +78,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """Seconds measured so far."""
         return self._before + (time.monotonic() - self._since if self._inside else 0.0)
 
     def __enter__(self) -> None:
@@ -93,13 +93,13 @@ class Stopwatch:
 
 
 def abandon(task: asyncio.Future[Any]) -> None:
-    """Does not wait for a task any more. Its error, if it has one, is not news."""
+    """Cancels a task and ignores its error, if it has one."""
     task.cancel()
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def both(first: Awaitable[F], second: Awaitable[R]) -> tuple[F, R]:
-    """Runs two coroutines at a time and waits for both, also when one fails."""
+    """Runs two coroutines at once and waits for both, even if one fails; raises the first error."""
     one, other = await asyncio.gather(first, second, return_exceptions=True)
     for result in (one, other):
         if isinstance(result, BaseException):
