@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from orbax_ext.options import Options
-from orbax_ext.plan.cost import Costs, Rates
+from orbax_ext.plan.cost import Rates, is_tiny, seconds
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan, make_plan, who_travels
 from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.volumes import Loads
 
 _WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
 _WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: it asks more of links and processors than is modelled
@@ -44,7 +45,7 @@ def anything_travels(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options
     _, travelling = who_travels(leaves, meshes, options, processes=processes)
     indices = [index for kind in travelling.values() for index in kind]
     if options.strategy == "auto" and Rates.given(options) is None:
-        return not Costs(leaves, meshes, processes).direct(indices).is_tiny
+        return not is_tiny(Loads(leaves, meshes, processes).direct(indices))
     return bool(indices)
 
 
@@ -64,10 +65,10 @@ def with_cheapest(
     seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
     travel beside the others, which are read directly, if they arrive long before those.
     """
-    costs = Costs(plan.leaves, meshes, processes)
+    loads = Loads(plan.leaves, meshes, processes)
     if rates is None:
         everything = sources(plan, plan.groups)
-        if not costs.direct(everything).is_tiny:
+        if not is_tiny(loads.direct(everything)):
             return plan
         reason = "the state is too small to be worth an exchange"
         return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
@@ -79,8 +80,8 @@ def with_cheapest(
         if not groups:
             continue
         leaves = sources(plan, groups)
-        apart = costs.direct(leaves).seconds(rates)
-        together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
+        apart = seconds(loads.direct(leaves), rates)
+        together = seconds(loads.travelling(groups), rates) if pace is None else pace * len(groups)
         needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
         # Of a link that carries both, an exchange asks as much as reading does.
         in_vain = rates.may_be_one_link and pace is None
@@ -92,8 +93,8 @@ def with_cheapest(
         there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
         if there:
             rest = sources(plan, groups[len(there) :])
-            beside = costs.direct([*rest, *plan.direct]).seconds(rates)
-            if costs.travelling(there).seconds(rates) < _BESIDE * beside:
+            beside = seconds(loads.direct([*rest, *plan.direct]), rates)
+            if seconds(loads.travelling(there), rates) < _BESIDE * beside:
                 kept += there
                 reasons.append(f"it had been read before the way was chosen ({rates})")
                 leaves = rest
@@ -115,8 +116,7 @@ def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) ->
 
 def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
     """The leaves that groups bring, whole or in slices."""
-    parts = ((item, plan.leaves[item].slice) for group in groups for item in group.leaves)
-    return list(dict.fromkeys(item if part is None else part.leaf for item, part in parts))
+    return list(dict.fromkeys(plan.source(index) for group in groups for index in group.leaves))
 
 
 def _kinds(groups: Iterable[Group]) -> list[list[Group]]:

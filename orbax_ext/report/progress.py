@@ -17,7 +17,7 @@ import jax
 from absl import logging
 
 from orbax_ext.meeting.threads import StopTicking, Ticker
-from orbax_ext.plan import workload
+from orbax_ext.plan import bytes_by_step
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.text import size
 
@@ -175,7 +175,7 @@ def _close(displays: list[Display]) -> None:
 
 def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
     tracker = Tracker()
-    known: dict[tuple[int, int], workload.Steps] = {}  # by plan and number of processes that it is about
+    known: dict[tuple[int, int], dict[int | None, int]] = {}  # by plan and number of processes that it is about
 
     def look() -> Snapshot:
         session, planned = recorder.session, recorder.plan
@@ -183,7 +183,7 @@ def _looker(recorder: Recorder) -> Callable[[], Snapshot]:
         processes = 1 if session is None else jax.process_count()
         key = (id(planned), processes)
         if key not in known:
-            known[key] = workload.steps(planned.plan, planned.meshes, processes)
+            known[key] = bytes_by_step(planned.plan, planned.meshes, processes)
         steps = known[key]
         passed = sum(steps.get(group, 0) for group in recorder.passed)
         bounds = (passed, passed + sum(steps.get(group, 0) for group in recorder.begun - recorder.passed))

@@ -15,8 +15,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.plan import Bundle, Group, LaneBatch, RestorePlan, Sum
-from orbax_ext.plan.splitting import part_shape
+from orbax_ext.plan import Bundle, Group, LaneBatch, RestorePlan, Sum, piece_shape
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing, reading
 from orbax_ext.transfer.assembly import Assembler, assembler
@@ -129,7 +128,7 @@ class Execution:
             block, dims, sizes = self._block(bundle.leaves[0]), dict(bundle.splits), self._sizes(group)
             return GatherOp(
                 block,
-                part_shape(block.shape, dims, sizes),
+                piece_shape(block.shape, dims, sizes),
                 tuple(sizes.values()),
                 tuple(dims.get(axis) for axis in sizes),
             )

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo, Rates, RestorePlan, anything_travels, choose_plan, make_plan, with_cheapest
+from orbax_ext.plan import Leaf, MeshInfo, Rates, RestorePlan, anything_travels, choose_plan, with_cheapest
+from orbax_ext.plan.planner import make_plan
 
 pytestmark = pytest.mark.once
 
