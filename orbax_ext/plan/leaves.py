@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
-# Types that numpy knows by name only after `ml_dtypes` was imported. Those of less than a byte take one in memory.
-_EXTENSION_DTYPE = re.compile(r"b(float)16|u?int[124]|float[468]_e\d+m\d+\w*")
+# Types that numpy knows by name only after `ml_dtypes` was imported. Those of less than 16 bits take a byte in memory.
+_EXTENSION_DTYPE = re.compile(r"bfloat(16)|b?complex(32)|u?int[124]|float[468]_e\d+m\d+\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Leaf:
 def itemsize(dtype: str) -> int:
     """Returns the bytes that an element takes in memory. Raises `ValueError` if there is no such dtype."""
     if extension := _EXTENSION_DTYPE.fullmatch(dtype):
-        return 2 if extension[1] else 1
+        return int(extension[extension.lastindex]) // 8 if extension.lastindex else 1
     try:
         return int(np.dtype(dtype).itemsize)
     except TypeError:

@@ -30,9 +30,9 @@ class MeshInfo:
     def owners(self, axes: Sequence[str]) -> np.ndarray:
         """Returns the process of each device, as a table with a row for each position along the given axes."""
         first = [self.axis_names.index(axis) for axis in axes]
-        rest = [at for at in range(len(self.axis_names)) if at not in first]
+        rest = [index for index in range(len(self.axis_names)) if index not in first]
         by_axis = np.array(self.processes).reshape(self.axis_sizes)
-        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[at] for at in first), -1)
+        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[index] for index in first), -1)
 
     def crosses_processes(self, axes: Sequence[str]) -> bool:
         """Returns whether the copies along the given axes are on more than one process."""

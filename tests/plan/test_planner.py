@@ -77,7 +77,7 @@ def test_axes_that_are_not_named_are_those_that_no_leaf_uses() -> None:
         (((), ()), {"processes": 5}, "does not span all processes"),
     ],
 )
-def test_what_cannot_be_broadcast_says_why(
+def test_a_leaf_that_cannot_travel_has_a_reason(
     spec: tuple[tuple[str, ...], ...], knobs: dict[str, Any], reason: str
 ) -> None:
     made = plan(leaf("a", spec), **knobs)
@@ -90,7 +90,7 @@ def test_a_negative_index_counts_from_the_last_axis() -> None:
 
 
 @pytest.mark.parametrize("axis", ["data", 3, -4])
-def test_an_axis_that_is_not_there_is_refused(axis: str | int) -> None:
+def test_an_unknown_axis_is_refused(axis: str | int) -> None:
     with pytest.raises(ValueError, match="is not an axis of the mesh"):
         plan(leaf("a"), replica_axis=axis)
 
@@ -137,7 +137,7 @@ def test_a_leaf_of_unknown_chunks_is_not_cut() -> None:
     assert group.bundles == (LaneBatch((0, 1, 2, 3), (), ("dp",)),)
 
 
-def test_a_large_leaf_without_equals_is_read_by_one_replica() -> None:
+def test_a_large_leaf_that_is_like_no_other_is_read_by_one_replica() -> None:
     big = dataclasses.replace(LAYER, block=(4096, 1024), spec=((), ()))
     mesh = dataclasses.replace(MESH, axis_sizes=(1, 32, 1))
     (group,) = spread([big, big], mesh).groups

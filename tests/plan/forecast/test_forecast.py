@@ -25,7 +25,7 @@ def test_chunks_that_do_not_fit_are_listed_with_their_leaf() -> None:
     assert found.seconds > 4 * good.seconds  # reading whole chunks takes time too
 
 
-def test_auto_is_not_slower_than_the_others_and_says_why() -> None:
+def test_auto_follows_the_rates_and_gives_the_reason() -> None:
     mesh = forecast.mesh_on((("dp", 8), ("tp", 4)), 8)
     leaves, _ = described.place(described.parse_shapes("w.{0..15} bfloat16 8192x8192 P(None,tp) 1024x2048"), mesh, [])
     slow_storage, fast_storage = Rates(1e8, 1e10), Rates(1e10, 1e8)

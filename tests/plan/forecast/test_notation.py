@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
         ("PartitionSpec((dp,tp),)", (("dp", "tp"),)),
     ],
 )
-def test_specs_are_read_as_they_are_written(text: str, spec: notation.Spec) -> None:
+def test_specs_are_parsed_and_written(text: str, spec: notation.Spec) -> None:
     assert notation.parse_spec(text) == spec
     assert notation.parse_spec(notation.spec_text(spec)) == spec
 
@@ -24,12 +24,12 @@ def test_specs_are_read_as_they_are_written(text: str, spec: notation.Spec) -> N
 @pytest.mark.parametrize(
     "text", ["tp", "P(tp", "P(tp dp)", "P(1)", "P(f(x))", "P(__import__('os').system('x'))", "P((tp))x"]
 )
-def test_what_is_no_spec_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_spec_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"spec|axis"):
         notation.parse_spec(text)
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp=0", "dp=4,dp=2", "dp=4,,tp=2", "4=dp", "dp=-1"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_mesh_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"pp=1,dp=4,tp=8|named twice"):
         notation.parse_mesh(text)
