@@ -10,9 +10,9 @@ import time
 
 from orbax_ext.lab import memory
 from orbax_ext.options import Options
-from orbax_ext.plan import Bundle, LaneBatch, Pack, Rates, RestorePlan, make_plan, with_cheapest
+from orbax_ext.plan import Bundle, LaneBatch, Pack, Rates, RestorePlan, digest, with_cheapest
 from orbax_ext.plan.forecast import described, forecast
-from orbax_ext.plan.planner import digest
+from orbax_ext.plan.planner import make_plan
 from tools import docs, releases
 
 DEVICES = 8  # a process

@@ -10,7 +10,10 @@ import sys
 
 from bench import predictions, results
 from orbax_ext.options import Options
-from orbax_ext.plan import Costs, Leaf, Load, MeshInfo, Rates, make_plan
+from orbax_ext.plan import Leaf, MeshInfo, Rates
+from orbax_ext.plan.cost import seconds
+from orbax_ext.plan.planner import make_plan
+from orbax_ext.plan.volumes import Load, Loads
 from tools import docs, releases
 
 BUILD = releases.ROOT / "BUILD.md"
@@ -36,11 +39,9 @@ def table() -> str:
     rows = ["| hosts | replicas | way | a host reads | all read | a host receives | seconds |", "|---" * 7 + "|"]
     for hosts in (64, 512, 4096):
         for way, found in loads(hosts).items():
-            figures = (
-                f"{found.read / 1e9:,.1f} GB | {found.read_by_all / 1e12:,.1f} TB | {found.received / 1e9:,.1f} GB"
-            )
+            figures = f"{found.read / 1e9:,.1f} GB | {found.read_by_all / 1e12:,.1f} TB | {found.link / 1e9:,.1f} GB"
             rows.append(
-                f"| {hosts} | {hosts // HOSTS_OF_A_REPLICA} | {way} | {figures} | {found.seconds(_RATES):,.0f} |"
+                f"| {hosts} | {hosts // HOSTS_OF_A_REPLICA} | {way} | {figures} | {seconds(found, _RATES):,.0f} |"
             )
     return "\n".join(rows)
 
@@ -54,12 +55,11 @@ def loads(hosts: int) -> dict[str, Load]:
     chunk = (block[0], block[1] // replicas)  # as all replicas save it together
     leaf = Leaf("w", _LEAF, "bfloat16", 2, block, 0, (("fsdp",), ()), chunk, divisible=True)
     leaves = [leaf] * LAYERS
-    costs = Costs(leaves, [mesh], hosts)
-    found = {"every process reads its own (plain)": costs.direct(range(LAYERS))}
+    found = {"every process reads its own (plain)": Loads(leaves, [mesh], hosts).direct(range(LAYERS))}
     for strategy in ("single", "spread"):
         options = Options(strategy=strategy, replica_axis="dp" if strategy == "single" else None)
         plan = make_plan(leaves, [mesh], options, processes=hosts, group_bytes=_GROUP_BYTES)
-        found[f"`{strategy}`"] = Costs(plan.leaves, [mesh], hosts).travelling(plan.groups)
+        found[f"`{strategy}`"] = Loads(plan.leaves, [mesh], hosts).travelling(plan.groups)
     return found
 
 

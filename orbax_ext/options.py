@@ -1,4 +1,4 @@
-"""Every knob of a restore, in one frozen and validated dataclass. Orbax's own names are kept."""
+"""Every knob of a restore, in one frozen and validated dataclass. Knobs that Orbax has keep Orbax's names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Options:
     Attributes:
       replica_axis: The mesh axis, or axes, along which the state is replicated: a name, an index, or several. By
         default all mesh axes that no leaf of that mesh is sharded over.
-      replica_axis_index: Orbax's spelling of the same, as an index.
-      primary_replica_id: Which replica reads if one does, counted along the replica axis.
+      replica_axis_index: The same as an index, by Orbax's name.
+      primary_replica_id: Which replica reads if only one does, counted along the replica axis.
       strategy: "spread": every replica reads a disjoint share and all receive the rest; "single": one replica reads and
         the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": the faster of
-        "spread" and "direct", by the bandwidths below or by those that it finds as it begins.
-      storage_gbps: Gbit/s that one process reads from storage while all do. None: it is measured.
-      fabric_gbps: Gbit/s that one process receives from others while all do. None: it is measured.
-      broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in their place;
-        by default an eighth of the state or so, from 64 to 256 MiB, or less if less is free. All processes use the
-        smallest value that any of them has.
+        "spread" and "direct", by the bandwidths below or by those measured at the start.
+      storage_gbps: Gbit/s that one process reads from storage while all processes read. None: it is measured.
+      fabric_gbps: Gbit/s that one process receives from others while all processes do. None: it is measured.
+      broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in place; by
+        default about an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the
+        smallest value among them.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
-      stall_timeout: Seconds without any process's progress after which a restore fails on all of them.
-      timeout: Seconds in all after which a restore fails on all of them; None for no such limit.
-      verify: Compare digests of what was restored across replicas, and with those stored beside the checkpoint.
-      progress: Show on process 0 how far the restore is: a bar in a terminal, otherwise a log line every few seconds.
+      stall_timeout: Seconds without progress of any process after which the restore fails on all of them.
+      timeout: Seconds in total after which the restore fails on all processes; None for no limit.
+      verify: Compare digests of the restored arrays across replicas, and with those stored beside the checkpoint.
+      progress: Show the progress on process 0: a bar in a terminal, otherwise a log line every few seconds.
     """
 
     replica_axis: str | int | Sequence[str | int] | None = None
@@ -75,7 +75,7 @@ class Options:
 
     @property
     def axes(self) -> tuple[str | int, ...] | None:
-        """The replica axes as given, or None where they are to be inferred."""
+        """The replica axes as the user gave them, or None where they follow from the leaves."""
         if self.replica_axis_index is not None:
             return (self.replica_axis_index,)
         if self.replica_axis is None:
@@ -85,7 +85,7 @@ class Options:
         return tuple(self.replica_axis)
 
     def must_agree(self) -> dict[str, Any]:
-        """The knobs that shape the plan, and so must be the same on every process."""
+        """Returns the knobs that shape the plan, which must be the same on every process."""
         return {
             "replica axes": self.axes,
             "primary_replica_id": self.primary_replica_id,

@@ -186,7 +186,7 @@ def _text(
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
         lines.append(f"  {reason}: {shown}")
     lines += ["", "who reads what, with auto", *_by_process(auto)]
-    if blamed := forecast.to_blame(auto.volumes, leaves):
+    if blamed := forecast.unfit_chunks(auto.volumes, leaves):
         lines += ["", f"read more than needed, with auto ({len(blamed)} of {len(leaves)} leaves)"]
         lines += [f"  {b.read / max(1, b.needed):.1f} times  {b}" for b in blamed[:_SHOWN]]
         lines.append("  Chunks that divide the blocks are read once: save from this mesh, or with a chunk_byte_size.")
@@ -274,6 +274,6 @@ def _forecast_data(each: Forecast, leaves: Sequence[Leaf]) -> dict[str, Any]:
         "because": dict(forecast.reasons(each, leaves)),
         "read_more_than_needed": [
             {"leaf": b.leaf.name, "read": b.read, "needed": b.needed, "chunk": b.leaf.chunk, "block": b.leaf.block}
-            for b in forecast.to_blame(each.volumes, leaves)
+            for b in forecast.unfit_chunks(each.volumes, leaves)
         ],
     }

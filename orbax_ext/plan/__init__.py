@@ -1,27 +1,32 @@
-"""What a restore will do, worked out from plain data: no devices, no I/O, the same on every process."""
+"""What a restore will do, worked out from plain data: no devices, no I/O, the same result on every process."""
 
 from orbax_ext.plan.bundles import Bundle, LaneBatch, Pack, Sum
 from orbax_ext.plan.choose import anything_travels, choose_plan, with_cheapest
-from orbax_ext.plan.cost import Costs, Load, Rates
+from orbax_ext.plan.cost import Rates
+from orbax_ext.plan.cutting import piece_shape
 from orbax_ext.plan.leaves import Leaf, Slice
-from orbax_ext.plan.planner import Group, RestorePlan, make_plan
+from orbax_ext.plan.planner import Group, RestorePlan, digest, largest_lane_batch
 from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.volumes import Traffic, bytes_by_step, traffic_by_group
 
 __all__ = [
     "Bundle",
-    "Costs",
     "Group",
     "LaneBatch",
     "Leaf",
-    "Load",
     "MeshInfo",
     "Pack",
     "Rates",
     "RestorePlan",
     "Slice",
     "Sum",
+    "Traffic",
     "anything_travels",
+    "bytes_by_step",
     "choose_plan",
-    "make_plan",
+    "digest",
+    "largest_lane_batch",
+    "piece_shape",
+    "traffic_by_group",
     "with_cheapest",
 ]

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from orbax_ext.options import Options
-from orbax_ext.plan.cost import Costs, Rates
+from orbax_ext.plan.cost import Rates, is_tiny, seconds
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan, make_plan, who_travels
 from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.volumes import Loads
 
-_WORTH = 0.5  # seconds that another way must gain, by expectation, to be taken
-_WORTH_SHARE = 1 / 3  # of the time, that an exchange must gain: it asks more of links and processors than is modelled
-_BESIDE = 0.8  # of the time that the rest is read in, up to which an exchange beside it is not noticed
+_WORTH = 0.5  # seconds that a change must save, by expectation, to be made
+_WORTH_SHARE = 1 / 3  # of the time that an exchange must save: it takes more of links and processors than is modelled
+_BESIDE = 0.8  # an exchange is not noticed if it takes up to this share of the time of the reads beside it
 
 
 def choose_plan(
@@ -44,7 +45,7 @@ def anything_travels(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options
     _, travelling = who_travels(leaves, meshes, options, processes=processes)
     indices = [index for kind in travelling.values() for index in kind]
     if options.strategy == "auto" and Rates.given(options) is None:
-        return not Costs(leaves, meshes, processes).direct(indices).is_tiny
+        return not is_tiny(Loads(leaves, meshes, processes).direct(indices))
     return bool(indices)
 
 
@@ -58,16 +59,16 @@ def with_cheapest(
     pace: float | None = None,
     read: int = 0,
 ) -> RestorePlan:
-    """The plan with its groups, from number `done` on, read directly instead where that is expected to be faster.
+    """Moves groups `done` and later to direct reads where the cost model expects that to be faster; returns the new plan.
 
-    Without rates, all of it if it is too small to be worth an exchange. `pace` is what groups have taken so far, in
-    seconds each; without it that is reckoned from the rates. The first groups up to number `read` have been read: they
-    travel beside the others, which are read directly, if they arrive long before those.
+    Without rates, all groups are moved if the state is too small to be worth an exchange. `pace` is the seconds that a
+    group has taken so far; by default it is computed from the rates. Groups before `read` have been read already: they
+    travel beside direct reads if they are expected to arrive long before these end.
     """
-    costs = Costs(plan.leaves, meshes, processes)
+    loads = Loads(plan.leaves, meshes, processes)
     if rates is None:
         everything = sources(plan, plan.groups)
-        if not costs.direct(everything).is_tiny:
+        if not is_tiny(loads.direct(everything)):
             return plan
         reason = "the state is too small to be worth an exchange"
         return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
@@ -79,32 +80,32 @@ def with_cheapest(
         if not groups:
             continue
         leaves = sources(plan, groups)
-        apart = costs.direct(leaves).seconds(rates)
-        together = costs.travelling(groups).seconds(rates) if pace is None else pace * len(groups)
+        apart = seconds(loads.direct(leaves), rates)
+        together = seconds(loads.travelling(groups), rates) if pace is None else pace * len(groups)
         needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
-        # Of a link that carries both, an exchange asks as much as reading does.
-        in_vain = rates.may_be_one_link and pace is None
-        if apart >= together + needed and not in_vain:
+        # On a link that carries both, an exchange takes as long as reading does.
+        one_link = rates.may_be_one_link and pace is None
+        if apart >= together + needed and not one_link:
             kept += groups
             reasons.append(f"{together:.1f} s expected, {apart:.1f} s if every process reads its own ({rates})")
             continue
-        there = [] if in_vain else [group for group in groups if group in plan.groups[done:read]]
-        there += groups[len(there) :][: _bound(plan, there, groups[len(there) :])]
-        if there:
-            rest = sources(plan, groups[len(there) :])
-            beside = costs.direct([*rest, *plan.direct]).seconds(rates)
-            if costs.travelling(there).seconds(rates) < _BESIDE * beside:
-                kept += there
-                reasons.append(f"it had been read before the way was chosen ({rates})")
+        read_already = [] if one_link else [group for group in groups if group in plan.groups[done:read]]
+        read_already += groups[len(read_already) :][: _bound(plan, read_already, groups[len(read_already) :])]
+        if read_already:
+            rest = sources(plan, groups[len(read_already) :])
+            beside = seconds(loads.direct([*rest, *plan.direct]), rates)
+            if seconds(loads.travelling(read_already), rates) < _BESIDE * beside:
+                kept += read_already
+                reasons.append(f"it had been read before the strategy was chosen ({rates})")
                 leaves = rest
-        why = "storage and fabric may be one link" if in_vain else f"{together:.1f} s if exchanged"
+        why = "storage and fabric may be one link" if one_link else f"{together:.1f} s if exchanged"
         direct |= dict.fromkeys(leaves, f"{apart:.1f} s expected, {why} ({rates})")
     because = plan.because or "; ".join(dict.fromkeys(reasons))
     return dataclasses.replace(plan, groups=tuple(kept), direct=direct, because=because)
 
 
 def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) -> int:
-    """How many of the groups bring slices of leaves that have begun to travel, so that they must travel, too."""
+    """Returns how many groups must travel because they hold slices of leaves that have begun to travel."""
     bound, begun = 0, set(sources(plan, kept))
     for number, group in enumerate(groups):
         if begun & set(sources(plan, [group])):
@@ -114,13 +115,12 @@ def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) ->
 
 
 def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
-    """The leaves that groups bring, whole or in slices."""
-    parts = ((item, plan.leaves[item].slice) for group in groups for item in group.leaves)
-    return list(dict.fromkeys(item if part is None else part.leaf for item, part in parts))
+    """Returns the leaves that groups hold, whole or in slices."""
+    return list(dict.fromkeys(plan.source(index) for group in groups for index in group.leaves))
 
 
 def _kinds(groups: Iterable[Group]) -> list[list[Group]]:
-    """Groups of leaves that are replicated alike, together."""
+    """Returns the groups by mesh and replica axes."""
     kinds: dict[tuple[int, tuple[str, ...]], list[Group]] = {}
     for group in groups:
         kinds.setdefault((group.mesh, group.axes), []).append(group)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+
+import numpy as np
+
+# Types that numpy knows by name only after `ml_dtypes` was imported. Those of less than 16 bits take a byte in memory.
+_EXTENSION_DTYPE = re.compile(r"bfloat(16)|b?complex(32)|u?int[124]|float[468]_e\d+m\d+\w*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A slice of a leaf: of each device's block, `size` rows of a dimension, from `start` on."""
+    """Some rows of a leaf: `size` rows of one dimension of every device's block, from row `start`."""
 
-    leaf: int  # which leaf of the restore
+    leaf: int  # index of the leaf in the request
     dim: int
     start: int
     size: int
@@ -18,19 +24,19 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What is asked for, and what is known of how it is stored."""
+    """An array as it is asked for, and what is known about how it is stored."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int = 1  # bytes of an element in memory
-    block: tuple[int, ...] = ()  # shape of one device's share
-    mesh: int | None = None  # index of its mesh in the plan, None where it has none that can be planned for
+    block: tuple[int, ...] = ()  # shape of the part that one device holds
+    mesh: int | None = None  # index of its mesh in the plan, None where there is none to plan for
     spec: tuple[tuple[str, ...], ...] = ()  # for each dimension, the mesh axes that it is sharded over
     chunk: tuple[int, ...] | None = None  # shape of a stored chunk, None where that is not known
     divisible: bool = False  # whether a slice of it can be read
-    slice: Slice | None = None  # of which leaf this is a slice
-    direct_because: str = ""  # why it must be read the ordinary way; empty if it need not
+    slice: Slice | None = None  # if this is a slice of another leaf: which rows
+    direct_because: str = ""  # why it must be read directly, as plain Orbax does; empty if it can travel
 
     @property
     def used_axes(self) -> frozenset[str]:
@@ -41,18 +47,24 @@ class Leaf:
         return math.prod(self.block) * self.itemsize
 
     def shards(self, dim: int) -> int:
-        """Into how many blocks a dimension is cut."""
+        """Returns into how many blocks a dimension is cut."""
         return self.shape[dim] // self.block[dim] if self.block[dim] else 1
 
-    def cut(self, part: Slice) -> Leaf:
-        """The part of this leaf, as a leaf of its own: the same rows of every device's block, one after the other."""
+    def sliced(self, rows: Slice) -> Leaf:
+        """Returns a slice as a leaf of its own: the same rows of every device's block, one after the other."""
 
-        def changed(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
-            return (*sizes[: part.dim], size, *sizes[part.dim + 1 :])
+        def resized(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+            return (*sizes[: rows.dim], size, *sizes[rows.dim + 1 :])
 
-        return dataclasses.replace(
-            self,
-            shape=changed(self.shape, part.size * self.shards(part.dim)),
-            block=changed(self.block, part.size),
-            slice=part,
-        )
+        shape = resized(self.shape, rows.size * self.shards(rows.dim))
+        return dataclasses.replace(self, shape=shape, block=resized(self.block, rows.size), slice=rows)
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes that an element takes in memory. Raises `ValueError` if there is no such dtype."""
+    if extension := _EXTENSION_DTYPE.fullmatch(dtype):
+        return int(extension[extension.lastindex]) // 8 if extension.lastindex else 1
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:
+        raise ValueError(f"{dtype!r} is not a dtype such as bfloat16, float32, int8") from None

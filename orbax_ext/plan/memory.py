@@ -1,22 +1,22 @@
-"""How much may be under way at a time on a device: read, travelling, or arrived but not yet in its place. Pure."""
+"""The memory limit: bytes per device that may be under way, read or travelling or arrived but not yet in place."""
 
 from __future__ import annotations
 
 from orbax_ext.options import Options
 
-_MOST = 256 << 20  # more gains no bandwidth, and delays the first byte's departure
+_MOST = 256 << 20  # more gains no bandwidth, and delays the first exchange
 _LEAST = 64 << 20  # less costs more in meetings than it saves
-_SHARE = 8  # of the state that may be under way
+_SHARE = 8  # an eighth of the state may be under way
 
-# Groups that are read beyond the next; what a reader holds of one is smaller in spread.
+# Groups that are read beyond the next one. In spread, a process reads less of each group.
 AHEAD = {"spread": 2, "single": 1}
-_GROUPS = 4  # of the size that arrives: read ahead, travelling, being put in place
+_GROUPS = 4  # under way at a time: read ahead, travelling, being put in place
 
 
 def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) -> int:
-    """Bytes per device: what the user says, or an eighth of the state, if so much is free.
+    """Returns the memory limit: the user's, or an eighth of the state, if so much is free.
 
-    `lane_batch_bytes` is what leaves take that only travel together; rather more under way than these one at a time.
+    It is raised so that the largest batch of lanes, of `lane_batch_bytes`, fits into a group.
     """
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
@@ -25,5 +25,5 @@ def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) 
 
 
 def group_bytes(limit: int) -> int:
-    """Bytes per device that one group may have, so that all groups under way keep to the limit."""
+    """Returns the bytes per device that one group may have, so that all groups under way keep to the limit."""
     return max(1, limit // _GROUPS)

@@ -1,4 +1,4 @@
-"""From leaves, meshes and options to a `RestorePlan`."""
+"""Makes a `RestorePlan` from leaves, meshes and options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_ext.options import Options
-from orbax_ext.plan import bundles
+from orbax_ext.plan.bundles import Bundle, LaneBatch, Sum, make_pack
+from orbax_ext.plan.cutting import lane_count, piece_shape, slices, split
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.slicing import lanes_of, slices
-from orbax_ext.plan.splitting import part_shape, split
 from orbax_ext.plan.topology import MeshInfo, infer_axes, resolve_axes
 
-_SMALL = 128 << 10  # bytes of one replica's piece below which leaves are packed: an operand of their own costs more
-_LARGE = 4 << 20  # bytes of a block above which it is not, however many replicas there are to cut it
+_SMALL = 128 << 10  # bytes of one replica's piece below which a leaf is packed: an operand of its own costs more
+_LARGE = 4 << 20  # bytes of a block above which a leaf is not packed, however many replicas there are to cut it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Group:
 
     mesh: int
     axes: tuple[str, ...]  # the replica axes, in the mesh's order
-    bundles: tuple[bundles.Bundle, ...]
-    device_bytes: int  # what the leaves take on one device
+    bundles: tuple[Bundle, ...]
+    device_bytes: int  # of the leaves on one device
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -39,10 +38,15 @@ class RestorePlan:
     """Who reads what and how it travels."""
 
     strategy: str  # of the leaves that travel: "spread" or "single"
-    leaves: tuple[Leaf, ...]  # what the indices in bundles refer to: the leaves, then slices of some of them
+    leaves: tuple[Leaf, ...]  # the leaves asked for, then slices of some of them; bundles have indices of both
     groups: tuple[Group, ...]
-    direct: Mapping[int, str]  # leaf index: why it is read the ordinary way
+    direct: Mapping[int, str]  # index of a leaf: why it is read directly
     because: str = ""  # why the others travel, where that was a choice
+
+    def source(self, index: int) -> int:
+        """Returns the index of the leaf asked for: the same, or for a slice that of the leaf it is cut from."""
+        rows = self.leaves[index].slice
+        return index if rows is None else rows.leaf
 
 
 def make_plan(
@@ -52,39 +56,38 @@ def make_plan(
 
     Leaves above the group size are cut into slices. A bundle that cannot be cut further makes a group of its own.
     """
-    direct, together = who_travels(leaves, meshes, options, processes=processes)
+    direct, travelling = who_travels(leaves, meshes, options, processes=processes)
     groups: list[Group] = []
-    items = list(leaves)
+    with_slices = list(leaves)
     single = options.strategy == "single"
-    for (mesh, axes), indices in together.items():
+    for (mesh, axes), indices in travelling.items():
         sizes = {axis: meshes[mesh].sizes[axis] for axis in axes}
-        chosen: list[int] = []
+        chosen: dict[int, Leaf] = {}
         for index in indices:
             cut = slices(leaves[index], index, {} if single else sizes, group_bytes)
-            chosen += range(len(items), len(items) + len(cut)) if cut else [index]
-            items += cut
-        travelling = {index: items[index] for index in chosen}
+            chosen |= dict(enumerate(cut, len(with_slices))) if cut else {index: leaves[index]}
+            with_slices += cut
         if single:
-            made = _single(travelling, math.prod(sizes.values()), options.primary_replica_id or 0, group_bytes)
+            made = _single(chosen, math.prod(sizes.values()), options.primary_replica_id or 0, group_bytes)
         else:
-            made = _spread(travelling, sizes, group_bytes)
-        groups += _groups(mesh, axes, made, items, group_bytes)
-    return RestorePlan("single" if single else "spread", tuple(items), tuple(groups), direct)
+            made = _spread(chosen, sizes, group_bytes)
+        groups += _groups(mesh, axes, made, with_slices, group_bytes)
+    return RestorePlan("single" if single else "spread", tuple(with_slices), tuple(groups), direct)
 
 
 def who_travels(
     leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int
 ) -> tuple[dict[int, str], dict[tuple[int, tuple[str, ...]], list[int]]]:
     """Returns why some leaves are read directly, and the indices of the others by (mesh, replica axes)."""
-    homes = [_Home(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
+    placements = [_Placement(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
     direct: dict[int, str] = {}
     travelling: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         if leaf.direct_because or leaf.mesh is None:
             direct[index] = leaf.direct_because or "it has no mesh"
             continue
-        axes = homes[leaf.mesh].axes(leaf)
-        reason = homes[leaf.mesh].why_direct(leaf, axes)
+        axes = placements[leaf.mesh].axes(leaf)
+        reason = placements[leaf.mesh].why_direct(leaf, axes)
         if reason:
             direct[index] = reason
         else:
@@ -93,23 +96,23 @@ def who_travels(
 
 
 def largest_lane_batch(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
-    """Bytes per device of the largest leaves that only travel together, one for each replica, in their chunks."""
+    """Returns the bytes per device of the largest batch of lanes: leaves whose chunks let them travel only together."""
     most = 0
     for leaf in leaves:
         if leaf.mesh is not None and not leaf.direct_because:
             axes = {axis: meshes[leaf.mesh].sizes[axis] for axis in infer_axes(meshes[leaf.mesh], leaf.used_axes)}
-            lanes = lanes_of(leaf, axes)
+            lanes = lane_count(leaf, axes)
             most = max(most, leaf.block_bytes * lanes if lanes > 1 else 0)
     return most
 
 
 def digest(value: object) -> str:
-    """A short fingerprint of plain data, the same on every process for equal data."""
+    """Returns a short fingerprint of plain data, the same on every process for equal data."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-class _Home:
-    """A mesh and what follows from it for the leaves on it, worked out once: there may be many leaves and devices."""
+class _Placement:
+    """What a mesh means for the leaves on it, worked out once: there may be many leaves and devices."""
 
     def __init__(self, index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options, processes: int) -> None:
         self._mesh = mesh
@@ -125,11 +128,11 @@ class _Home:
             self._never = f"its mesh {mesh} does not span all processes"
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """The axes along which a leaf is replicated."""
+        """Returns the axes along which a leaf is replicated."""
         return self._single_axes if self._strategy == "single" else infer_axes(self._mesh, leaf.used_axes)
 
     def why_direct(self, leaf: Leaf, axes: tuple[str, ...]) -> str:
-        """Why a leaf is read the ordinary way, or an empty string."""
+        """Returns why a leaf is read directly, or an empty string."""
         if self._never:
             return self._never
         if self._mesh.replicas(axes) == 1:
@@ -147,7 +150,7 @@ class _Home:
 
 
 def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) -> tuple[str, ...]:
-    """The replica axes of a mesh where one replica reads: the user's, or those that no leaf uses."""
+    """Returns the replica axes of a mesh where one replica reads: the user's, or those that no leaf uses."""
     if options.axes is not None:
         axes = resolve_axes(mesh, options.axes)
     else:
@@ -162,52 +165,52 @@ def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Op
     return axes
 
 
-def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes: int) -> list[bundles.Bundle]:
-    """Bundles of which one replica reads all."""
+def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes: int) -> list[Bundle]:
+    """Makes bundles that one replica reads alone."""
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
     small = [index for index, size in sizes.items() if size < _SMALL]
-    made: list[bundles.Bundle] = [bundles.Sum(index, reader) for index, size in sizes.items() if size >= _SMALL]
+    made: list[Bundle] = [Sum(index, reader) for index, size in sizes.items() if size >= _SMALL]
     for batch in _batches(small, sizes, max(1, group_bytes // 2)):
-        made.append(bundles.make_pack(tuple(tuple(batch) if n == reader else () for n in range(replicas)), sizes))
+        made.append(make_pack(tuple(tuple(batch) if n == reader else () for n in range(replicas)), sizes))
     return made
 
 
-def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: int) -> list[bundles.Bundle]:
-    """Bundles in which every replica reads a disjoint share of the same number of bytes, as nearly as chunks allow."""
+def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: int) -> list[Bundle]:
+    """Makes bundles of which every replica reads a disjoint share, as equal in bytes as chunks allow."""
     small: list[int] = []
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     splits: dict[int, tuple[tuple[str, int], ...]] = {}
     for index, leaf in leaves.items():
         assigned = split(leaf.block, leaf.chunk, axes)
-        part = part_shape(leaf.block, assigned, axes)
-        if not leaf.block or (math.prod(part) * leaf.itemsize < _SMALL and leaf.block_bytes <= _LARGE):
+        piece = piece_shape(leaf.block, assigned, axes)
+        if not leaf.block or (math.prod(piece) * leaf.itemsize < _SMALL and leaf.block_bytes <= _LARGE):
             small.append(index)
             continue
         splits[index] = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
         alike[leaf.block, leaf.dtype, splits[index]].append(index)
-    made: list[bundles.Bundle] = []
-    lonely: list[int] = []
+    made: list[Bundle] = []
+    alone: list[int] = []  # large leaves that are too few for a batch
     for indices in alike.values():
         cut = splits[indices[0]]
         lanes = tuple(axis for axis in axes if axis not in dict(cut))
         count = math.prod(axes[lane] for lane in lanes)
-        # Rather one leaf at a time than more under way than there is room for.
+        # One leaf at a time is slower, but a whole batch of these would exceed the group size.
         whole = (
             0 if count * leaves[indices[0]].block_bytes > group_bytes and lanes else len(indices) - len(indices) % count
         )
-        made += [bundles.LaneBatch(tuple(indices[at : at + count]), cut, lanes) for at in range(0, whole, count)]
+        made += [LaneBatch(tuple(indices[start : start + count]), cut, lanes) for start in range(0, whole, count)]
         for index in indices[whole:]:
-            (lonely if leaves[index].block_bytes > _LARGE else small).append(index)
+            (alone if leaves[index].block_bytes > _LARGE else small).append(index)
     replicas = math.prod(axes.values())
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
-    load = [0] * replicas  # over all that is dealt out whole; what is cut is the same for all
-    made += [bundles.Sum(index, reader) for index, reader in _deal(lonely, sizes, load).items()]
-    made += [bundles.make_pack(shares, sizes) for shares in _packs(small, sizes, load, group_bytes)]
+    load = [0] * replicas  # bytes dealt out whole so far; of what is cut, all replicas read the same
+    made += [Sum(index, reader) for index, reader in _deal(alone, sizes, load).items()]
+    made += [make_pack(shares, sizes) for shares in _packs(small, sizes, load, group_bytes)]
     return made
 
 
 def _deal(indices: Sequence[int], sizes: Mapping[int, int], load: list[int]) -> dict[int, int]:
-    """Gives each leaf to the replica that has least so far, the largest leaves first; adds to `load`."""
+    """Gives each leaf to the replica with the least so far, the largest leaves first; adds to `load`."""
     dealt = {}
     waiting = [(amount, replica) for replica, amount in enumerate(load)]
     heapq.heapify(waiting)
@@ -222,7 +225,7 @@ def _deal(indices: Sequence[int], sizes: Mapping[int, int], load: list[int]) -> 
 def _packs(
     indices: Sequence[int], sizes: Mapping[int, int], load: list[int], group_bytes: int
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Deals small leaves out to the replicas, in packs of at most `group_bytes` bytes where the leaves allow."""
+    """Deals small leaves out to the replicas, in packs of at most half of `group_bytes` where the leaves allow."""
     shares = []
     for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
         dealt = _deal(batch, sizes, load)
@@ -231,24 +234,25 @@ def _packs(
 
 
 def _groups(
-    mesh: int, axes: tuple[str, ...], made: Iterable[bundles.Bundle], leaves: Sequence[Leaf], group_bytes: int
+    mesh: int, axes: tuple[str, ...], made: Iterable[Bundle], leaves: Sequence[Leaf], group_bytes: int
 ) -> list[Group]:
-    # In the order they were made, equal bundles are neighbours, so that most groups share a program.
+    # Equal bundles were made one after the other. In this order, most groups share a program.
     listed = list(made)
-    sizes = {at: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for at, bundle in enumerate(listed)}
+    sizes = {place: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for place, bundle in enumerate(listed)}
     return [
-        Group(mesh, axes, tuple(listed[at] for at in batch), sum(sizes[at] for at in batch))
+        Group(mesh, axes, tuple(listed[place] for place in batch), sum(sizes[place] for place in batch))
         for batch in _batches(range(len(listed)), sizes, group_bytes)
     ]
 
 
-def _batches(indices: Iterable[int], sizes: Mapping[int, int], group_bytes: int) -> list[list[int]]:
+def _batches(indices: Iterable[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Splits indices, in their order, into batches of at most `most` bytes; what is larger makes a batch of its own."""
     batches: list[list[int]] = []
     room = 0
     for index in indices:
         if not batches or sizes[index] > room:
             batches.append([])
-            room = group_bytes
+            room = most
         batches[-1].append(index)
         room -= sizes[index]
     return batches

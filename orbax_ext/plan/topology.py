@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from orbax_ext import text
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshInfo:
@@ -22,27 +24,27 @@ class MeshInfo:
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))
 
     def replicas(self, axes: Collection[str]) -> int:
-        """How many replicas the given axes make."""
+        """Returns how many replicas the given axes make."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def owners(self, axes: Sequence[str]) -> np.ndarray:
-        """The processes of all devices, as a table with a row for each place along the given axes."""
+        """Returns the process of each device, as a table with a row for each position along the given axes."""
         first = [self.axis_names.index(axis) for axis in axes]
-        rest = [at for at in range(len(self.axis_names)) if at not in first]
+        rest = [index for index in range(len(self.axis_names)) if index not in first]
         by_axis = np.array(self.processes).reshape(self.axis_sizes)
-        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[at] for at in first), -1)
+        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[index] for index in first), -1)
 
     def crosses_processes(self, axes: Sequence[str]) -> bool:
-        """Whether the copies along the given axes are on more than one process."""
+        """Returns whether the copies along the given axes are on more than one process."""
         table = self.owners(axes)
         return bool(np.any(table.min(axis=0) != table.max(axis=0)))
 
     def __str__(self) -> str:
-        return "(" + ", ".join(f"{name}={size}" for name, size in self.sizes.items()) + ")"
+        return text.mesh(self.sizes)
 
 
 def resolve_axes(mesh: MeshInfo, given: Sequence[str | int]) -> tuple[str, ...]:
-    """Axis names for the names or indices that the user gave, in the mesh's order."""
+    """Returns the names of the axes that the user gave by name or index, in the mesh's order."""
     names = set()
     for axis in given:
         if isinstance(axis, str) and axis in mesh.axis_names:
@@ -58,5 +60,5 @@ def resolve_axes(mesh: MeshInfo, given: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def infer_axes(mesh: MeshInfo, used: Collection[str]) -> tuple[str, ...]:
-    """The axes that no leaf is sharded over: everything along them is a copy."""
+    """Returns the axes that are not used to shard: everything along them is a copy."""
     return tuple(name for name, size in mesh.sizes.items() if size > 1 and name not in used)

@@ -1,8 +1,7 @@
-"""Who reads and receives how much under a plan, process by process. Pure, and quick for thousands of processes.
+"""Counts the bytes that a plan reads and moves: all figures of bytes in reports and in the cost model are from here.
 
-Bytes read are whole stored chunks, before compression: reading part of a chunk reads all of it, once in each process.
-They are exact where the blocks of each process form a grid, as those of neighbours on a mesh do; else an estimate.
-Bytes received are what devices get from devices of other processes, as in a restore's report.
+Bytes read are counted in memory, as leaves have them, except by `count`, which counts whole stored chunks. Bytes
+received are those that devices get from devices of other processes, except in a `Load`, which counts bytes on links.
 """
 
 from __future__ import annotations
@@ -10,17 +9,109 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from orbax_ext.plan.bundles import LaneBatch, Pack, Sum
-from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.chunks import ChunkedArray, ChunkReads
+from orbax_ext.plan.leaves import Leaf, itemsize
 from orbax_ext.plan.planner import Group, RestorePlan
-from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.topology import MeshInfo, infer_axes
 
-_WORD = 4  # bytes; what a pack is counted in
+_ITEMSIZE = 4  # of a dtype that is not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What some leaves ask of the processes, for the cost model."""
+
+    read: int = 0  # bytes, by the process that reads most
+    read_by_all: int = 0
+    link: int = 0  # bytes into the process that receives most, see `_Copies.over_links`
+    arrays: int = 0  # that the process opens which opens most
+    groups: int = 0
+
+
+class Loads:
+    """Counts the loads of groups that travel, and of leaves that are read directly."""
+
+    def __init__(self, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], processes: int) -> None:
+        self._leaves = leaves
+        self._meshes = meshes
+        self._processes = processes
+        self._copies = _copies_on(meshes)
+
+    def travelling(self, groups: Sequence[Group]) -> Load:
+        """Returns the load of groups that are read once and exchanged."""
+        read, link, arrays = (np.zeros(self._processes) for _ in range(3))
+        sizes = _block_bytes(self._leaves)
+        for (mesh, axes), alike in _by_replicas(groups).items():
+            copies = self._copies(mesh, axes)
+            total = _exchanged(alike, sizes, copies.replicas)
+            # Shares of one pack differ, but those of many even out.
+            even = (total.read - total.read_by_one).mean()
+            read += copies.by_process(copies.brought(total.read_by_one + even), self._processes)
+            link += copies.by_process(copies.over_links(total.gathered, total.summed), self._processes)
+            arrays += total.arrays_by_all + copies.by_process(copies.opened(total.arrays_by_one), self._processes)
+        return _load(read, link, arrays, len(groups))
+
+    def direct(self, indices: Iterable[int]) -> Load:
+        """Returns the load of leaves of which every process reads the blocks that it holds, each once."""
+        read, arrays = np.zeros(self._processes), np.zeros(self._processes)
+        blocks = functools.cache(self._blocks)
+        for index in indices:
+            leaf = self._leaves[index]
+            if leaf.mesh is None:
+                read += _leaf_bytes(leaf)
+                arrays += 1
+                continue
+            held = blocks(leaf.mesh, leaf.used_axes)
+            read += held * leaf.block_bytes
+            arrays += held > 0
+        return _load(read, np.zeros(1), arrays, 0)
+
+    def _blocks(self, mesh: int, used: frozenset[str]) -> np.ndarray:
+        copies = self._copies(mesh, infer_axes(self._meshes[mesh], used))
+        return copies.by_process(copies.first, self._processes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that the devices of one process bring to an exchange, receive from other processes and send to them."""
+
+    brought: int = 0
+    received: int = 0
+    sent: int = 0
+
+
+def traffic_by_group(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int) -> list[Traffic]:
+    """Returns the traffic of one process for each group of a plan."""
+    copies, sizes = _copies_on(meshes), _block_bytes(plan.leaves)
+    own = functools.cache(lambda mesh, axes: copies(mesh, axes).of_process(process))
+    traffic = []
+    for group in plan.groups:
+        devices = own(group.mesh, group.axes)
+        total = _exchanged([group], sizes, devices.replicas)
+        values = (devices.brought(total.read), devices.received(total.offered), devices.sent(total.offered))
+        traffic.append(Traffic(*(int(value.sum()) for value in values)))
+    return traffic
+
+
+def bytes_by_step(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> dict[int | None, int]:
+    """Returns the bytes that all processes read for each group, and under None for leaves that are read directly."""
+    steps: dict[int | None, int] = {
+        number: sum(_leaf_bytes(plan.leaves[leaf]) for leaf in group.leaves) for number, group in enumerate(plan.groups)
+    }
+    copies = _copies_on(meshes)
+    steps[None] = 0
+    for leaf in map(plan.leaves.__getitem__, plan.direct):
+        if leaf.mesh is None:
+            steps[None] += _leaf_bytes(leaf) * processes
+        else:
+            held = copies(leaf.mesh, infer_axes(meshes[leaf.mesh], leaf.used_axes)).first
+            steps[None] += leaf.block_bytes * int(held.sum())
+    return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +121,7 @@ class Volumes:
     read: np.ndarray  # from storage, by process
     received: np.ndarray  # from other processes, by process
     leaf_read: Mapping[int, int]  # leaf: bytes read by all processes together
-    leaf_needed: Mapping[int, int]  # leaf: those of them that were asked for; the rest is what chunks bring along
+    leaf_needed: Mapping[int, int]  # leaf: those of them that were asked for; the others are in the same chunks
 
     @property
     def total_read(self) -> int:
@@ -41,234 +132,170 @@ class Volumes:
         return int(self.received.sum())
 
 
-def count(plan: RestorePlan, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], processes: int) -> Volumes:
-    """What a plan makes every process read and receive."""
-    layouts = [_Layout(mesh, processes) for mesh in meshes]
-    tally = _Tally(leaves, plan, processes)
+def count(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> Volumes:
+    """Returns what a plan makes every process read, in whole chunks before compression, and receive."""
+    read, received = np.zeros(processes), np.zeros(processes)
+    leaf_read = {index: 0 for index, leaf in enumerate(plan.leaves) if leaf.slice is None}
+    leaf_needed = dict(leaf_read)
+    chunk_reads = [ChunkReads(mesh) for mesh in meshes]
+    for (mesh, array, axes, replica, lanes), batches in _reads(plan).items():
+        chunks = chunk_reads[mesh].count(array, axes, replica, lanes)
+        read[chunks.processes] += chunks.read * len(batches)
+        all_read, all_needed = int(chunks.read.sum()), int(chunks.needed.sum())
+        for batch in batches:
+            for source in map(plan.source, batch):
+                leaf_read[source] += all_read // len(batch)
+                leaf_needed[source] += all_needed // len(batch)
+    for index in filter(lambda index: not _has_blocks(plan.leaves[index]), plan.direct):
+        size = _leaf_bytes(plan.leaves[index])  # as far as is known, every process reads all of it
+        read += size
+        leaf_read[index] = leaf_needed[index] = size * processes
+    copies, sizes = _copies_on(meshes), _block_bytes(plan.leaves)
+    for (mesh, axes), groups in _by_replicas(plan.groups).items():
+        devices = copies(mesh, axes)
+        total = _exchanged(groups, sizes, devices.replicas)
+        received += devices.by_process(devices.received(total.offered), processes)
+    return Volumes(np.rint(read).astype(np.int64), np.rint(received).astype(np.int64), leaf_read, leaf_needed)
+
+
+_Read = tuple[int, ChunkedArray, tuple[str, ...], int | None, tuple[str, ...]]
+
+
+def _reads(plan: RestorePlan) -> dict[_Read, list[tuple[int, ...]]]:
+    """Returns the different reads of a plan, each with the batches of leaves that are read in this way.
+
+    A read is (mesh, array, replica axes, the replica that reads or None for all, lanes).
+    """
+    reads: dict[_Read, list[tuple[int, ...]]] = defaultdict(list)
     for index in plan.direct:
-        leaf = leaves[index]
-        if leaf.mesh is not None and leaf.block:
-            tally.read(index, *layouts[leaf.mesh].reads(_box(leaf, leaf.spec), ()))
-        else:  # as far as known, every process reads all of it
-            size = max(math.prod(leaf.shape) * leaf.itemsize, 0)
-            tally.read(index, np.full(processes, size), np.full(processes, size))
+        leaf = plan.leaves[index]
+        if leaf.mesh is not None and _has_blocks(leaf):
+            reads[leaf.mesh, ChunkedArray.of(leaf), (), None, ()].append((index,))
     for group in plan.groups:
-        _count_group(group, plan, layouts[group.mesh], tally)
-    return tally.volumes()
+        for one in (one for bundle in group.bundles for one in bundle.reads()):
+            array = ChunkedArray.of(plan.leaves[one.leaves[0]], one.splits)
+            reads[group.mesh, array, group.axes, one.replica, one.lanes].append(one.leaves)
+    return reads
 
 
-@dataclasses.dataclass(frozen=True)
-class _Box:
-    """What the devices of a mesh read of an array: how each dimension is cut, by which axes, and its chunks."""
-
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
-    cuts: tuple[tuple[str, ...], ...]
-    itemsize: int
+def _has_blocks(leaf: Leaf) -> bool:
+    return leaf.mesh is not None and bool(leaf.block)
 
 
-def _box(leaf: Leaf, cuts: Sequence[Sequence[str]]) -> _Box:
-    chunk = leaf.chunk if leaf.chunk and len(leaf.chunk) == len(leaf.shape) else leaf.block
-    padded = (*(tuple(axes) for axes in cuts), *((),) * (len(leaf.shape) - len(cuts)))
-    return _Box(leaf.shape, tuple(max(1, size) for size in chunk), padded, leaf.itemsize)
+def _leaf_bytes(leaf: Leaf) -> int:
+    if leaf.mesh is not None:
+        return math.prod(leaf.shape) * leaf.itemsize
+    try:
+        return math.prod(leaf.shape) * itemsize(leaf.dtype)
+    except ValueError:
+        return math.prod(leaf.shape) * _ITEMSIZE
 
 
-def _count_group(group: Group, plan: RestorePlan, layout: _Layout, tally: _Tally) -> None:
-    arriving = 0
-    summed: Counter[int] = Counter()
-    for bundle in group.bundles:
-        first = plan.leaves[bundle.leaves[0]] if bundle.leaves else None
-        if isinstance(bundle, LaneBatch) and first is not None:
-            cuts = [list(axes) for axes in (*first.spec, *((),) * (len(first.shape) - len(first.spec)))]
-            for axis, dim in bundle.splits:
-                cuts[dim].append(axis)
-            read, needed = layout.reads(_box(first, cuts), bundle.lanes)
-            tally.read_by_all(bundle.leaves, read, needed)
-            arriving += sum(plan.leaves[leaf].block_bytes for leaf in bundle.leaves)
-        elif isinstance(bundle, Sum) and first is not None:
-            tally.read(bundle.leaf, *layout.reads_of_replica(_box(first, first.spec), group.axes, bundle.reader))
-            summed[bundle.reader] += first.block_bytes
-        elif isinstance(bundle, Pack):
-            for replica, share in enumerate(bundle.shares):
-                for index in share:
-                    leaf = plan.leaves[index]
-                    tally.read(index, *layout.reads_of_replica(_box(leaf, leaf.spec), group.axes, replica))
-                    summed[replica] += leaf.block_bytes if bundle.summed else 0
-            arriving += 0 if bundle.summed else bundle.words * _WORD * len(bundle.shares)
-    tally.receive(layout.gathered(group.axes) * arriving)
-    for reader, size in summed.items():
-        tally.receive(layout.devices * size, layout.beside_replica(group.axes, reader), size)
+def _block_bytes(leaves: Sequence[Leaf]) -> list[int]:
+    return [leaf.block_bytes for leaf in leaves]
 
 
-class _Tally:
-    def __init__(self, leaves: Sequence[Leaf], plan: RestorePlan, processes: int) -> None:
-        self._owner = [item.slice.leaf if item.slice else index for index, item in enumerate(plan.leaves)]
-        self._read = np.zeros(processes)
-        self._received = np.zeros(processes)
-        self._leaf_read = dict.fromkeys(range(len(leaves)), 0)
-        self._leaf_needed = dict.fromkeys(range(len(leaves)), 0)
+def _by_replicas(groups: Iterable[Group]) -> dict[tuple[int, tuple[str, ...]], list[Group]]:
+    """Returns the groups by (mesh, replica axes)."""
+    sorted_out: dict[tuple[int, tuple[str, ...]], list[Group]] = defaultdict(list)
+    for group in groups:
+        sorted_out[group.mesh, group.axes].append(group)
+    return sorted_out
 
-    def read(self, item: int, read: np.ndarray | _Few, needed: np.ndarray | _Few) -> None:
-        self.read_by_all([item], read, needed)
 
-    def read_by_all(self, items: Sequence[int], read: np.ndarray | _Few, needed: np.ndarray | _Few) -> None:
-        """Adds what leaves that are alike make processes read; each leaf has its share of it."""
-        if isinstance(read, _Few):
-            np.add.at(self._read, read.processes, read.values)
+class _Exchanged:
+    """What the replicas read and offer in some groups, in bytes on each device of a replica."""
+
+    def __init__(self, replicas: int) -> None:
+        self.read = np.zeros(replicas)
+        self.read_by_one = np.zeros(replicas)  # the part of `read` in bundles that one replica reads alone
+        self.arrays_by_one = np.zeros(replicas)  # that are opened for these bundles
+        self.arrays_by_all = 0.0  # that every process opens for the other bundles
+        self.offered = np.zeros(replicas)
+        self.gathered = np.zeros(replicas)  # the part of `offered` that travels by an all-gather
+        self.summed = 0  # bytes that travel by a sum
+
+
+def _exchanged(groups: Iterable[Group], sizes: Sequence[int], replicas: int) -> _Exchanged:
+    total = _Exchanged(replicas)
+    for bundle in (bundle for group in groups for bundle in group.bundles):
+        read, offered = bundle.read_bytes(sizes, replicas), bundle.offered_bytes(sizes, replicas)
+        summed = bundle.summed_bytes(sizes)
+        total.read += read
+        total.offered += offered
+        total.summed += summed
+        if not summed:
+            total.gathered += offered
+        if bundle.reader is None:
+            total.arrays_by_all += bundle.arrays_read(replicas)
         else:
-            self._read += read
-        for item in items:
-            owner = self._owner[item]
-            self._leaf_read[owner] += _total(read) // len(items)
-            self._leaf_needed[owner] += _total(needed) // len(items)
-
-    def receive(self, arriving: np.ndarray, there: _Few | None = None, size: int = 0) -> None:
-        self._received += arriving
-        if there is not None:  # who has it need not receive it
-            np.add.at(self._received, there.processes, -there.values * size)
-
-    def volumes(self) -> Volumes:
-        return Volumes(
-            np.rint(self._read).astype(np.int64),
-            np.rint(self._received).astype(np.int64),
-            self._leaf_read,
-            self._leaf_needed,
-        )
+            total.read_by_one += read
+            total.arrays_by_one[bundle.reader] += bundle.arrays_read(replicas)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
-class _Few:
-    """Values of some processes; those of all others are 0."""
+class _Copies:
+    """The devices of a mesh, each with its replica along some axes.
 
-    processes: np.ndarray
-    values: np.ndarray
+    Takes bytes that each replica has on each of its devices, and returns bytes by device.
+    """
 
+    replicas: int
+    process: np.ndarray  # of each device
+    replica: np.ndarray  # of each device
+    copies: np.ndarray  # how many devices of the same process hold the same blocks, this one included
+    first: np.ndarray  # whether a device is the first of them
 
-def _total(values: np.ndarray | _Few) -> int:
-    return int(values.values.sum() if isinstance(values, _Few) else values.sum())
+    @classmethod
+    def on(cls, mesh: MeshInfo, axes: Sequence[str]) -> _Copies:
+        table = mesh.owners(axes)
+        replica, column = np.divmod(np.arange(table.size), table.shape[1])
+        held = table.ravel() * table.shape[1] + column
+        _, first, group, copies = np.unique(held, return_index=True, return_inverse=True, return_counts=True)
+        is_first = np.zeros(table.size, bool)
+        is_first[first] = True
+        return cls(len(table), table.ravel(), replica, copies[group], is_first)
 
+    def of_process(self, process: int) -> _Copies:
+        here = self.process == process
+        return _Copies(self.replicas, self.process[here], self.replica[here], self.copies[here], self.first[here])
 
-class _Layout:
-    """The devices of a mesh, and sums over those of each process. What is asked for again is looked up."""
+    def by_process(self, values: np.ndarray, processes: int) -> np.ndarray:
+        return np.bincount(self.process, values, minlength=processes)
 
-    def __init__(self, mesh: MeshInfo, processes: int) -> None:
-        self._processes = processes
-        self._owner = np.array(mesh.processes, dtype=np.int64)
-        self._sizes = mesh.sizes
-        grid = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_sizes), -1)
-        self._at = dict(zip(mesh.axis_names, grid, strict=True))  # axis: each device's place along it
-        self._everyone = np.arange(len(self._owner))
-        self.reads = functools.cache(self._reads_of_all)
-        self.reads_of_replica = functools.cache(self._reads_of_replica)
-        self.gathered = functools.cache(self._gathered)
-        self.beside_replica = functools.cache(self._beside_replica)
-        self._members = functools.cache(self._members_of)
-        self._by_replica = functools.cache(self._table)
+    def brought(self, read: np.ndarray) -> np.ndarray:
+        """Returns what a device reads and brings to an exchange."""
+        return read[self.replica]
 
-    def _reads_of_all(self, box: _Box, lanes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes read, bytes needed) by process, where along `lanes` other leaves that are alike are read."""
-        read, needed = self._distinct(box, self._everyone, lanes)
-        return self._dense(read), self._dense(needed)
+    def received(self, offered: np.ndarray) -> np.ndarray:
+        """Returns what a device gets from devices of other processes, by whichever route it arrives."""
+        return offered.sum() - offered[self.replica] * self.copies
 
-    def _reads_of_replica(self, box: _Box, axes: tuple[str, ...], replica: int) -> tuple[_Few, _Few]:
-        return self._distinct(box, self._by_replica(axes)[replica], ())
+    def sent(self, offered: np.ndarray) -> np.ndarray:
+        """Returns what devices of other processes get from a device."""
+        return offered[self.replica] * (self.replicas - self.copies)
 
-    def _gathered(self, axes: tuple[str, ...]) -> np.ndarray:
-        """By process, for every byte that a device gathers: how many come from elsewhere to its devices."""
-        pairs, members = self._members(axes)
-        replicas = math.prod(self._sizes[axis] for axis in axes)
-        return np.bincount(pairs // self._stride, weights=members * (1 - members / replicas), minlength=self._processes)
+    def over_links(self, gathered: np.ndarray, summed: int) -> np.ndarray:
+        """Returns the bytes that arrive for a device over its process's link, which is what takes time.
 
-    @functools.cached_property
-    def devices(self) -> np.ndarray:
-        """By process, how many of the mesh's devices it has."""
-        return np.bincount(self._owner, minlength=self._processes).astype(float)
+        It is more than a device `received` where blocks are summed: a ring passes each block around twice, except the
+        part that the device has already, and zeros take as long as data.
+        """
+        around = 2 * summed * (self.replicas - 1) / self.replicas
+        return self.received(gathered) + np.where(self.copies < self.replicas, around, 0)
 
-    def _beside_replica(self, axes: tuple[str, ...], replica: int) -> _Few:
-        """Of the processes with devices of a replica: how many of their devices have copies of what these have."""
-        pairs, members = self._members(axes)
-        there = np.unique(self._pairs(self._by_replica(axes)[replica], axes))
-        processes, where = np.unique(there // self._stride, return_inverse=True)
-        return _Few(processes, np.bincount(where, weights=members[np.searchsorted(pairs, there)]))
-
-    def _members_of(self, axes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The (process, clique of copies) that there are, and how many devices are in each."""
-        return np.unique(self._pairs(self._everyone, axes), return_counts=True)
-
-    @property
-    def _stride(self) -> int:
-        return len(self._owner)
-
-    def _pairs(self, devices: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:
-        """Each device's (process, clique) as one number."""
-        clique = np.zeros(len(devices), dtype=np.int64)
-        for axis, size in self._sizes.items():
-            if axis not in axes:
-                clique = clique * size + self._at[axis][devices]
-        return self._owner[devices] * self._stride + clique
-
-    def _table(self, axes: tuple[str, ...]) -> list[np.ndarray]:
-        """The devices of each replica along `axes`."""
-        replica = np.zeros(len(self._owner), dtype=np.int64)
-        for axis in axes:
-            replica = replica * self._sizes[axis] + self._at[axis]
-        order = np.argsort(replica, kind="stable")
-        return np.split(order, math.prod(self._sizes[axis] for axis in axes))
-
-    def _dense(self, few: _Few) -> np.ndarray:
-        return np.bincount(few.processes, weights=few.values, minlength=self._processes)
-
-    def _distinct(self, box: _Box, devices: np.ndarray, lanes: tuple[str, ...]) -> tuple[_Few, _Few]:
-        """(bytes of the chunks that are touched, bytes of the blocks) by process: each counted once in a process."""
-        owners = self._owner[devices]
-        processes = np.unique(owners)
-        read, needed = np.ones(len(processes)), np.ones(len(processes))
-        block = np.zeros(len(devices), dtype=np.int64)
-        for size, chunk, axes in zip(box.shape, box.chunk, box.cuts, strict=True):
-            place, pieces = self._place(devices, axes)
-            block = block * pieces + place
-            covered, length = _covered(size, chunk, pieces, owners, place, processes)
-            read *= covered
-            needed *= length
-        lane, count = self._place(devices, lanes)
-        block = block * count + lane
-        of_lane, _ = _covered(count, 1, count, owners, lane, processes)
-        read, needed = read * of_lane, needed * of_lane
-        # The blocks of a process are a grid, whose sides were multiplied; where they are not, that is too much.
-        held = np.unique(owners * (int(block.max(initial=0)) + 1) + block)
-        there = np.bincount(
-            np.searchsorted(processes, held // (int(block.max(initial=0)) + 1)), minlength=len(processes)
-        )
-        one = math.prod(
-            size // math.prod(self._sizes[a] for a in axes) for size, axes in zip(box.shape, box.cuts, strict=True)
-        )
-        exact = there * one
-        factor = np.divide(exact, needed, out=np.ones(len(processes)), where=needed > 0)
-        return _Few(processes, read * factor * box.itemsize), _Few(processes, exact.astype(float) * box.itemsize)
-
-    def _place(self, devices: np.ndarray, axes: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Where each device is among the pieces that some axes make, and how many there are."""
-        place, pieces = np.zeros(len(devices), dtype=np.int64), 1
-        for axis in axes:
-            place = place * self._sizes[axis] + self._at[axis][devices]
-            pieces *= self._sizes[axis]
-        return place, pieces
+    def opened(self, arrays: np.ndarray) -> np.ndarray:
+        """Returns arrays that a process opens for each of its replicas, counted on one device of each."""
+        _, first = np.unique(self.process * self.replicas + self.replica, return_index=True)
+        opened = np.zeros(len(self.process))
+        opened[first] = arrays[self.replica[first]]
+        return opened
 
 
-def _covered(
-    size: int, chunk: int, pieces: int, owners: np.ndarray, place: np.ndarray, processes: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """By process: elements of the chunks that its pieces of one dimension touch, and elements of the pieces."""
-    width = size // pieces
-    held = np.unique(owners * pieces + place)
-    process, piece = np.searchsorted(processes, held // pieces), held % pieces
-    first, last = piece * width // chunk, -(-(piece + 1) * width // chunk)
-    same = np.concatenate([[False], process[1:] == process[:-1]])
-    before = np.where(same, np.concatenate([[0], last[:-1]]), 0)
-    begin = np.maximum(first, before)
-    touched = np.minimum(last * chunk, size) - np.minimum(begin * chunk, size)
-    touched = np.where(last > begin, touched, 0)
-    return (
-        np.bincount(process, weights=touched, minlength=len(processes)),
-        np.bincount(process, weights=np.full(len(held), width), minlength=len(processes)),
-    )
+def _copies_on(meshes: Sequence[MeshInfo]) -> Callable[[int, tuple[str, ...]], _Copies]:
+    return functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes))
+
+
+def _load(read: np.ndarray, link: np.ndarray, arrays: np.ndarray, groups: int) -> Load:
+    return Load(int(read.max()), int(read.sum()), int(link.max()), int(arrays.max()), groups)

@@ -16,7 +16,7 @@ from absl import logging
 
 from orbax_ext.meeting.session import Session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.plan import traffic
+from orbax_ext.plan import Traffic, traffic_by_group
 from orbax_ext.redact import scrub
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.report import ProcessReport, RestoreReport, publish, strategies
@@ -66,7 +66,7 @@ async def collect(session: Session, recorder: Recorder) -> None:
 def own(recorder: Recorder) -> ProcessReport:
     """What this process did so far."""
     planned, process = recorder.plan, jax.process_index()
-    moved = [] if planned is None else traffic.of_process(planned.plan, planned.meshes, process)
+    moved = [] if planned is None else traffic_by_group(planned.plan, planned.meshes, process)
     spans = sorted((_with_bytes(span, moved) for span in recorder.spans), key=lambda span: span.start)
     usage = s3.restore_usage()
     found = ProcessReport(
@@ -143,7 +143,7 @@ def _report(recorder: Recorder, error: str) -> RestoreReport:
     )
 
 
-def _with_bytes(span: Span, moved: Sequence[traffic.Traffic]) -> Span:
+def _with_bytes(span: Span, moved: Sequence[Traffic]) -> Span:
     if span.group is None or span.group >= len(moved):
         return span
     group = moved[span.group]

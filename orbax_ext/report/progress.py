@@ -17,7 +17,7 @@ import jax
 from absl import logging
 
 from orbax_ext.meeting.threads import StopTicking, Ticker
-from orbax_ext.plan import workload
+from orbax_ext.plan import bytes_by_step
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.text import size
 
@@ -174,7 +174,7 @@ def _close(displays: list[Display]) -> None:
 
 def _looker(recorder: Recorder) -> Callable[[bool], Snapshot]:
     tracker = Tracker()
-    known: dict[tuple[int, int], workload.Steps] = {}  # by plan and number of processes that it is about
+    known: dict[tuple[int, int], dict[int | None, int]] = {}  # by plan and number of processes that it is about
 
     def look(finished: bool) -> Snapshot:
         session, planned = recorder.session, recorder.plan
@@ -182,7 +182,7 @@ def _looker(recorder: Recorder) -> Callable[[bool], Snapshot]:
         processes = 1 if session is None else jax.process_count()
         key = (id(planned), processes)
         if key not in known:
-            known[key] = workload.steps(planned.plan, planned.meshes, processes)
+            known[key] = bytes_by_step(planned.plan, planned.meshes, processes)
         steps = known[key]
         begun = recorder.groups_begun | recorder.groups_read
         read_by_all = begun if finished else recorder.groups_read

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.plan import Bundle, LaneBatch, Leaf, Pack, Sum
-from orbax_ext.plan.splitting import part_shape as piece_shape
+from orbax_ext.plan import Bundle, LaneBatch, Leaf, Pack, Sum, piece_shape
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing, programs
 from orbax_ext.transfer.blocks import Block, DeviceBlocks

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo, Rates, RestorePlan, anything_travels, choose_plan, make_plan, with_cheapest
+from orbax_ext.plan import Leaf, MeshInfo, Rates, RestorePlan, anything_travels, choose_plan, with_cheapest
+from orbax_ext.plan.planner import make_plan
 
 pytestmark = pytest.mark.once
 
@@ -23,7 +24,7 @@ def plan(strategy: str, leaves: list[Leaf] = LEAVES, mesh: MeshInfo = MESH, grou
 
 
 @pytest.mark.parametrize(("storage", "fabric", "travels"), [(320, 1600, True), (1600, 320, False), (80, 400, True)])
-def test_the_faster_way_is_taken(storage: int, fabric: int, travels: bool) -> None:
+def test_the_faster_strategy_is_chosen(storage: int, fabric: int, travels: bool) -> None:
     rates = Rates(storage * 1e6 / 8, fabric * 1e6 / 8)
     chosen = with_cheapest(plan("auto"), [MESH], 4, rates)
     assert bool(chosen.groups) == travels
@@ -32,7 +33,7 @@ def test_the_faster_way_is_taken(storage: int, fabric: int, travels: bool) -> No
     assert all("s expected" in reason and "given" in reason for reason in reasons)
 
 
-def test_what_has_been_seen_to_be_slow_is_given_up() -> None:
+def test_exchanges_that_prove_slow_are_given_up() -> None:
     rates = Rates(50e6, 200e6, how="measured")
     made = plan("auto")
     assert len(made.groups) == 32
@@ -41,20 +42,20 @@ def test_what_has_been_seen_to_be_slow_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("fabric", "kept"), [(10e6, 1), (1e6, 0)])
-def test_what_has_been_read_travels_beside_the_others_if_it_arrives_in_time(fabric: float, kept: int) -> None:
+def test_a_group_that_has_been_read_travels_if_it_arrives_in_time(fabric: float, kept: int) -> None:
     chosen = with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, fabric), read=1)
     assert len(chosen.groups) == kept
     assert len(chosen.direct) == 64 - 2 * kept
 
 
-def test_slices_of_what_has_been_read_in_part_travel_with_it() -> None:
+def test_slices_of_a_leaf_that_was_read_in_part_travel_with_it() -> None:
     big = [Leaf(f"b{n}", (8192, 4096), "int8", 1, (4096, 4096), 0, (("tp",), ()), (64, 4096), True) for n in range(8)]
     chosen = with_cheapest(plan("auto", big, group_bytes=4 * MIB), [MESH], 4, Rates(1e6, 1e6), read=1)
     assert len(chosen.groups) == 4  # one leaf
     assert set(chosen.direct) == set(range(1, 8))
 
 
-def test_a_leaf_that_has_begun_to_travel_goes_on() -> None:
+def test_a_leaf_that_has_begun_to_travel_continues() -> None:
     big = [Leaf(f"b{n}", (8192, 4096), "int8", 1, (4096, 4096), 0, (("tp",), ()), (64, 4096), True) for n in range(2)]
     made = plan("auto", big, group_bytes=4 * MIB)
     assert len(made.groups) == 8
@@ -64,13 +65,13 @@ def test_a_leaf_that_has_begun_to_travel_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("fabric", "travels"), [(50e6, False), (80e6, False), (160e6, True)])
-def test_links_that_may_be_one_are_not_trusted_to_be_two(fabric: float, travels: bool) -> None:
-    """A look at an idle link does not show that storage and fabric share it, unless they are clearly of other rates."""
+def test_measured_rates_that_may_be_of_one_link_choose_direct_reads(fabric: float, travels: bool) -> None:
+    """Measured one after the other, two users of one link each see all of it."""
     assert bool(with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, fabric, how="measured")).groups) == travels
-    assert with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, 80e6)).groups  # who says so knows it
+    assert with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, 80e6)).groups  # given, not measured
 
 
-def test_what_shares_a_link_with_the_reads_is_read_again() -> None:
+def test_a_group_that_has_been_read_does_not_travel_over_a_shared_link() -> None:
     assert not with_cheapest(plan("auto"), [MESH], 4, Rates(50e6, 50e6, how="measured"), read=1).groups
 
 
@@ -86,7 +87,7 @@ SMALL = [Leaf("a", (1024,), "int8", 1, (1024,), 0, ((),))]
 
 
 @pytest.mark.parametrize("strategy", ["spread", "single", "direct"])
-def test_a_strategy_that_is_named_is_not_weighed(strategy: Any) -> None:
+def test_a_strategy_that_is_named_is_taken(strategy: Any) -> None:
     made = choose_plan(LEAVES, [MESH], Options(strategy=strategy), processes=4, group_bytes=16 * MIB)
     assert made == make_plan(LEAVES, [MESH], Options(strategy=strategy), processes=4, group_bytes=16 * MIB)
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Costs, Group, LaneBatch, Leaf, MeshInfo, Pack, RestorePlan, Slice, Sum, make_plan
-from orbax_ext.plan.splitting import part_shape
+from orbax_ext.plan import Group, LaneBatch, Leaf, MeshInfo, Pack, RestorePlan, Slice, Sum, piece_shape
+from orbax_ext.plan.planner import make_plan
+from orbax_ext.plan.volumes import Loads
 
 pytestmark = pytest.mark.once
 
@@ -76,7 +77,7 @@ def test_axes_that_are_not_named_are_those_that_no_leaf_uses() -> None:
         (((), ()), {"processes": 5}, "does not span all processes"),
     ],
 )
-def test_what_cannot_be_broadcast_says_why(
+def test_a_leaf_that_cannot_travel_has_a_reason(
     spec: tuple[tuple[str, ...], ...], knobs: dict[str, Any], reason: str
 ) -> None:
     made = plan(leaf("a", spec), **knobs)
@@ -89,7 +90,7 @@ def test_a_negative_index_counts_from_the_last_axis() -> None:
 
 
 @pytest.mark.parametrize("axis", ["data", 3, -4])
-def test_an_axis_that_is_not_there_is_refused(axis: str | int) -> None:
+def test_an_unknown_axis_is_refused(axis: str | int) -> None:
     with pytest.raises(ValueError, match="is not an axis of the mesh"):
         plan(leaf("a"), replica_axis=axis)
 
@@ -106,8 +107,8 @@ def test_a_leaf_above_the_group_size_is_cut_along_its_chunks(strategy: str) -> N
     big = Leaf("a", (4096, 1024), "int8", 1, (512, 1024), 0, (("tp",), ()), chunk=(32, 1024), divisible=True)
     knobs = {"replica_axis": "dp"} if strategy == "single" else {}
     made = make_plan([big], [MESH], Options(strategy=strategy, **knobs), processes=4, group_bytes=128 << 10)  # type: ignore[arg-type]
-    assert [item.slice for item in made.leaves[1:]] == [Slice(0, 0, 128 * n, 128) for n in range(4)]
-    assert {item.shape for item in made.leaves[1:]} == {(1024, 1024)}
+    assert [leaf.slice for leaf in made.leaves[1:]] == [Slice(0, 0, 128 * n, 128) for n in range(4)]
+    assert {leaf.shape for leaf in made.leaves[1:]} == {(1024, 1024)}
     assert all(group.device_bytes == 128 << 10 for group in made.groups)
 
 
@@ -136,7 +137,7 @@ def test_a_leaf_of_unknown_chunks_is_not_cut() -> None:
     assert group.bundles == (LaneBatch((0, 1, 2, 3), (), ("dp",)),)
 
 
-def test_a_large_leaf_without_equals_is_read_by_one_replica() -> None:
+def test_a_large_leaf_that_is_like_no_other_is_read_by_one_replica() -> None:
     big = dataclasses.replace(LAYER, block=(4096, 1024), spec=((), ()))
     mesh = dataclasses.replace(MESH, axis_sizes=(1, 32, 1))
     (group,) = spread([big, big], mesh).groups
@@ -193,21 +194,19 @@ def trees(draw: st.DrawFn) -> tuple[list[Leaf], MeshInfo]:
 def test_every_element_is_read_exactly_once(tree: tuple[list[Leaf], MeshInfo], group_bytes: int) -> None:
     leaves, mesh = tree
     made = spread(leaves, mesh, group_bytes)
-    items = list(made.leaves)
-    assert items[: len(leaves)] == leaves
+    assert list(made.leaves[: len(leaves)]) == leaves
     covered: Counter[int] = Counter()
     for group in made.groups:
-        assert group.device_bytes == sum(items[item].block_bytes for item in group.leaves)
+        assert group.device_bytes == sum(made.leaves[index].block_bytes for index in group.leaves)
         for bundle in group.bundles:
-            for reads in _reads(bundle, group, items, mesh):
-                for item, count in reads.items():
-                    part = items[item].slice
-                    covered[item if part is None else part.leaf] += count
+            for reads in _reads(bundle, group, list(made.leaves), mesh):
+                for index, count in reads.items():
+                    covered[made.source(index)] += count
     for index, leaf in enumerate(leaves):
         assert (index in made.direct) != (covered[index] == math.prod(leaf.block))
-    for index, parts in _parts(items).items():
-        rows = [row for part in parts for row in range(part.start, part.start + part.size)]
-        assert sorted(rows) == list(range(leaves[index].block[parts[0].dim]))
+    for index, slices in _slices(made.leaves).items():
+        rows = [row for cut in slices for row in range(cut.start, cut.start + cut.size)]
+        assert sorted(rows) == list(range(leaves[index].block[slices[0].dim]))
 
 
 @given(trees(), st.integers(1 << 12, 1 << 24))
@@ -218,8 +217,8 @@ def test_group_sizes_hold_unless_chunks_forbid(tree: tuple[list[Leaf], MeshInfo]
     for group in made.groups:
         if group.device_bytes > group_bytes:
             assert len(group.bundles) == 1
-            (item,) = group.leaves
-            leaf = made.leaves[item]
+            (index,) = group.leaves
+            leaf = made.leaves[index]
             assert leaf.slice is not None or not _could_be_cut(leaf, mesh.replicas(group.axes), group_bytes)
 
 
@@ -234,9 +233,9 @@ def test_replicas_read_the_same_number_of_bytes(tree: tuple[list[Leaf], MeshInfo
         load = loads.setdefault(group.axes, [0] * mesh.replicas(group.axes))
         for bundle in group.bundles:
             for row, reads in enumerate(_reads(bundle, group, list(made.leaves), mesh)):
-                load[row] += sum(count * made.leaves[item].itemsize for item, count in reads.items())
+                load[row] += sum(count * made.leaves[index].itemsize for index, count in reads.items())
             if not isinstance(bundle, LaneBatch):
-                largest = max(made.leaves[item].block_bytes for item in bundle.leaves)
+                largest = max(made.leaves[index].block_bytes for index in bundle.leaves)
                 whole[group.axes] = max(whole.get(group.axes, 0), largest)
     for axes, load in loads.items():
         assert max(load) <= 1.05 * sum(load) / len(load) + whole.get(axes, 0)
@@ -252,12 +251,12 @@ def _could_be_cut(leaf: Leaf, replicas: int, group_bytes: int) -> bool:
     return False
 
 
-def _parts(items: Sequence[Leaf]) -> dict[int, list[Slice]]:
-    found: dict[int, list[Slice]] = {}
-    for item in items:
-        if item.slice is not None:
-            found.setdefault(item.slice.leaf, []).append(item.slice)
-    return found
+def _slices(leaves: Sequence[Leaf]) -> dict[int, list[Slice]]:
+    slices: dict[int, list[Slice]] = {}
+    for leaf in leaves:
+        if leaf.slice is not None:
+            slices.setdefault(leaf.slice.leaf, []).append(leaf.slice)
+    return slices
 
 
 def _reads(bundle: object, group: Group, leaves: list[Leaf], mesh: MeshInfo) -> list[dict[int, int]]:
@@ -278,11 +277,11 @@ def _reads(bundle: object, group: Group, leaves: list[Leaf], mesh: MeshInfo) -> 
             for axis in bundle.lanes:
                 lane = lane * axes[axis] + at[axis]
             leaf = leaves[bundle.leaves[lane]]
-            part = part_shape(leaf.block, dict(bundle.splits), axes)
+            piece = piece_shape(leaf.block, dict(bundle.splits), axes)
             for _, dim in bundle.splits:
                 assert leaf.chunk is not None
-                assert part[dim] % leaf.chunk[dim] == 0
-            found.append({bundle.leaves[lane]: math.prod(part)})
+                assert piece[dim] % leaf.chunk[dim] == 0
+            found.append({bundle.leaves[lane]: math.prod(piece)})
     return found
 
 
@@ -299,5 +298,5 @@ def test_a_plan_for_a_very_large_job_is_made_in_modest_time() -> None:
     leaves = [dataclasses.replace(leaf, name=str(number)) for number in range(10_000)]
     made = make_plan(leaves, [mesh], Options(strategy="spread"), processes=4096, group_bytes=64 * MIB)
     assert sum(len(group.leaves) for group in made.groups) == 10_000
-    costs = Costs(made.leaves, [mesh], 4096)
-    assert costs.travelling(made.groups).read_by_all == sum(math.prod(leaf.shape) * 2 for leaf in leaves)
+    loads = Loads(made.leaves, [mesh], 4096)
+    assert loads.travelling(made.groups).read_by_all == sum(math.prod(leaf.shape) * 2 for leaf in leaves)

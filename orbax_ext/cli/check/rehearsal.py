@@ -162,7 +162,7 @@ def _mesh(request: Request, item: checkpoint.Item) -> tuple[Mesh, str]:
         wanted = math.prod(size for _, size in request.mesh)
         if wanted != count:
             raise ValueError(
-                f"--mesh {notation.mesh_text(request.mesh)} has {wanted} devices, but this job has {count}: "
+                f"--mesh {text_lib.mesh(dict(request.mesh))} has {wanted} devices, but this job has {count}: "
                 f"{text_lib.count(jax.process_count(), 'process')} x {jax.local_device_count()}"
             )
         return _mesh_of(request.mesh), "--mesh"

@@ -1,4 +1,4 @@
-"""Arrays described by name, shape, dtype and spec, without devices: from a file, or from a checkpoint's metadata. Pure.
+"""Arrays described by name, shape, dtype and spec, without devices: from a file, or from a checkpoint's metadata.
 
 A described model is JSON, a list of objects, or a line for each array (`#` begins a comment):
 
@@ -8,8 +8,8 @@ A described model is JSON, a list of objects, or a line for each array (`#` begi
     layers.{0..60}.experts bfloat16  256x7168x2048  P(ep,None,tp)
     step                   int32     ()
 
-`{0..60}` stands for 61 arrays. The spec may be left out (a rule, or copies everywhere), the chunk too (what one device
-of the mesh holds, as a save from that mesh would store it).
+`{0..60}` stands for 61 arrays. Without a spec, a rule gives it, or else every device has a copy. Without a chunk, it is
+what one device of the mesh holds, as a save from that mesh would store it.
 """
 
 from __future__ import annotations
@@ -20,75 +20,72 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its like by name from here on
-import numpy as np
-
 from orbax_ext.plan.forecast import notation
-from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.leaves import Leaf, itemsize
 from orbax_ext.plan.topology import MeshInfo
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _FIELDS = {"name", "shape", "dtype", "spec", "chunk"}
-_MOST = 1_000_000  # arrays that a description may stand for
+_MOST = 1_000_000  # arrays that one description may stand for; more is a typing error
 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """One array."""
+    """One described array."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    spec: notation.Spec | None = None  # None where it is not said
+    spec: notation.Spec | None = None  # None where none is given
     chunk: tuple[int, ...] | None = None
-    direct_because: str = ""  # why every process reads it for itself; empty if it need not
+    direct_because: str = ""  # why every process reads it directly; empty if it can travel
 
     @property
     def itemsize(self) -> int:
-        return int(np.dtype(self.dtype).itemsize)
+        return itemsize(self.dtype)
 
 
 def parse_shapes(text: str) -> list[Described]:
-    """The arrays of a described model; `ValueError` says which line or entry is wrong, and what was expected."""
-    found: list[Described] = []
+    """Returns the arrays of a described model. Raises `ValueError` with the line or entry and what was expected."""
+    arrays: list[Described] = []
     if text.lstrip().startswith("["):
         for number, entry in enumerate(json.loads(text), 1):
-            found += _numbered(f"entry {number}", _from_json, entry)
+            arrays += _numbered(f"entry {number}", _from_json, entry)
     else:
         for number, line in enumerate(text.splitlines(), 1):
             if words := line.partition("#")[0].strip():
-                found += _numbered(f"line {number}", _from_line, words)
-    if not found:
+                arrays += _numbered(f"line {number}", _from_line, words)
+    if not arrays:
         raise ValueError("it describes no arrays")
-    names = [each.name for each in found]
+    names = [array.name for array in arrays]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is described twice")
-    return found
+    return arrays
 
 
 def place(
     described: Sequence[Described], mesh: MeshInfo, rules: Sequence[notation.Rule]
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """The arrays on a mesh, and by name why some of them could not have the spec that they were saved with."""
+    """Returns the arrays as leaves on a mesh, and by name why some cannot have the spec that they were saved with."""
     leaves, unfit = [], {}
-    for each in described:
-        spec, reason = choose_spec(each.name, each.shape, each.spec or (), rules, mesh.sizes)
+    for array in described:
+        spec, reason = choose_spec(array.name, array.shape, array.spec or (), rules, mesh.sizes)
         if reason:
-            unfit[each.name] = reason
-        block = notation.block_shape(spec, each.shape, mesh.sizes)
+            unfit[array.name] = reason
+        block = notation.block_shape(spec, array.shape, mesh.sizes)
         leaves.append(
             Leaf(
-                each.name,
-                each.shape,
-                each.dtype,
-                each.itemsize,
+                array.name,
+                array.shape,
+                array.dtype,
+                array.itemsize,
                 block,
                 mesh=0,
-                spec=notation.padded(spec, len(each.shape)),
-                chunk=each.chunk or block,
+                spec=notation.padded(spec, len(array.shape)),
+                chunk=array.chunk or block,
                 divisible=True,
-                direct_because=each.direct_because,
+                direct_because=array.direct_because,
             )
         )
     return leaves, unfit
@@ -97,7 +94,10 @@ def place(
 def choose_spec(
     name: str, shape: Sequence[int], known: notation.Spec, rules: Sequence[notation.Rule], mesh: Mapping[str, int]
 ) -> tuple[notation.Spec, str]:
-    """The spec of a leaf: that of the first rule that matches, else the known one if it fits, else copies and why."""
+    """Returns the spec of a leaf: of the first rule that matches, else the known one; if that does not fit, () and why.
+
+    Raises `ValueError` if the spec of a rule does not fit.
+    """
     rule = notation.rule_for(name, rules)
     if rule is None:
         reason = notation.why_not(known, shape, mesh)
@@ -116,7 +116,7 @@ def _numbered(where: str, parse: Any, entry: Any) -> list[Described]:
 
 def _from_json(entry: Any) -> Described:
     if not isinstance(entry, dict) or not {"name", "shape", "dtype"} <= set(entry) <= _FIELDS:
-        raise ValueError(f"expected an object with name, shape, dtype and if need be spec and chunk; found {entry!r}")
+        raise ValueError(f"expected an object with name, shape, dtype and optionally spec and chunk; found {entry!r}")
     return _checked(
         str(entry["name"]),
         tuple(int(size) for size in entry["shape"]),
@@ -127,12 +127,12 @@ def _from_json(entry: Any) -> Described:
 
 
 def _from_line(line: str) -> Described:
-    found = re.fullmatch(r"(\S+)\s+(\w+)\s+(\(\)|[\dx]+)(?:\s+(P\(.*\)))?(?:\s+([\dx]+))?", line)
-    if not found:
+    fields = re.fullmatch(r"(\S+)\s+(\w+)\s+(\(\)|[\dx]+)(?:\s+(P\(.*\)))?(?:\s+([\dx]+))?", line)
+    if not fields:
         raise ValueError(
             f"expected NAME DTYPE SHAPE [SPEC] [CHUNK], as in 'w bfloat16 64x128 P(None,tp)'; found {line!r}"
         )
-    name, dtype, shape, spec, chunk = found.groups()
+    name, dtype, shape, spec, chunk = fields.groups()
     return _checked(
         name,
         () if shape == "()" else _sizes(shape),
@@ -149,32 +149,29 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _checked(
     name: str, shape: tuple[int, ...], dtype: str, spec: notation.Spec | None, chunk: tuple[int, ...] | None
 ) -> Described:
-    try:
-        np.dtype(dtype)
-    except TypeError:
-        raise ValueError(f"{dtype!r} is not a dtype such as bfloat16, float32, int8") from None
+    itemsize(dtype)  # raises if there is no such dtype
     if any(size < 1 for size in (*shape, *(chunk or ()))):
         raise ValueError(f"sizes must be 1 or more; found shape {shape} and chunk {chunk}")
     if chunk is not None and len(chunk) != len(shape):
-        raise ValueError(f"the chunk {chunk} has not as many dimensions as the shape {shape}")
+        raise ValueError(f"the chunk {chunk} must have as many dimensions as the shape {shape}")
     return Described(name, shape, dtype, spec, chunk)
 
 
 def _expanded(described: Described) -> list[Described]:
-    """One array for each number of every {first..last} in the name."""
+    """Returns one array for each number of every {first..last} in the name."""
     names = [described.name]
     while any(_RANGE.search(name) for name in names):
-        names = [each for name in names for each in _expand(name)]
+        names = [one for name in names for one in _expand(name)]
         if len(names) > _MOST:
             raise ValueError(f"{described.name!r} stands for more than {_MOST} arrays")
     return [dataclasses.replace(described, name=name) for name in names]
 
 
 def _expand(name: str) -> list[str]:
-    found = _RANGE.search(name)
-    if not found:
+    numbers = _RANGE.search(name)
+    if not numbers:
         return [name]
-    first, last = int(found[1]), int(found[2])
+    first, last = int(numbers[1]), int(numbers[2])
     if not 0 <= last - first < _MOST:
-        raise ValueError(f"{found[0]} in {name!r} is not a range such as {{0..60}}")
-    return [f"{name[: found.start()]}{number}{name[found.end() :]}" for number in range(first, last + 1)]
+        raise ValueError(f"{numbers[0]} in {name!r} is not a range such as {{0..60}}")
+    return [f"{name[: numbers.start()]}{number}{name[numbers.end() :]}" for number in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""What a restore would do, strategy by strategy: bytes by process, seconds, memory. Pure."""
+"""What a restore would do on a cluster, strategy by strategy: bytes by process, seconds, memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_ext.options import Options, Strategy
-from orbax_ext.plan import choose, cost, memory, planner, volumes
+from orbax_ext.plan import cost, memory, volumes
+from orbax_ext.plan.choose import choose_plan, sources
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.planner import RestorePlan
+from orbax_ext.plan.planner import RestorePlan, largest_lane_batch
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import Volumes
 
 STRATEGIES: tuple[Strategy, ...] = ("spread", "single", "direct", "auto")
-_NOTICEABLE = 1.01  # times what is needed, above which a leaf's chunks are to blame
+_NOTICEABLE = 1.01  # a leaf is listed if this many times the bytes that are needed are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Forecast:
     volumes: Volumes
     seconds: float
     device_bytes: int  # of the restored state on one device
-    device_peak: int  # on a device, while it is restored
+    device_peak: int  # on a device, while the state is restored
 
     @property
     def travelling(self) -> list[int]:
         """The leaves that are read once and exchanged."""
-        return choose.sources(self.plan, self.plan.groups)
+        return sources(self.plan, self.plan.groups)
 
 
 def forecast(
@@ -44,13 +45,13 @@ def forecast(
     strategy: Strategy,
     replica_axis: Any = None,
 ) -> Forecast:
-    """What a restore of these leaves would do, with so much memory free on each device."""
+    """Returns what a restore of these leaves would do, with `free` bytes of memory free on each device."""
     options = Options(strategy=strategy, replica_axis=replica_axis)
     state = sum(leaf.block_bytes for leaf in leaves)
-    limit = memory.limit(options, state, planner.largest_lane_batch(leaves, [mesh]), free)
+    limit = memory.limit(options, state, largest_lane_batch(leaves, [mesh]), free)
     group_bytes = memory.group_bytes(limit)
-    plan = choose.choose_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes, rates=rates)
-    counted = volumes.count(plan, leaves, [mesh], processes)
+    plan = choose_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes, rates=rates)
+    counted = volumes.count(plan, [mesh], processes)
     largest = max((group.device_bytes for group in plan.groups), default=0)
     return Forecast(
         strategy,
@@ -63,26 +64,25 @@ def forecast(
 
 
 def _seconds(plan: RestorePlan, counted: Volumes, mesh: MeshInfo, processes: int, rates: cost.Rates) -> float:
-    """By the cost model, with what chunks bring along counted as read. What is read directly comes last."""
-    costs = cost.Costs(plan.leaves, [mesh], processes)
-    travelling = choose.sources(plan, plan.groups)
+    """Returns seconds by the cost model, where chunks are read whole. Leaves that are read directly come last."""
+    loads = volumes.Loads(plan.leaves, [mesh], processes)
+    travelling = sources(plan, plan.groups)
     total = 0.0
-    for load, leaves in ((costs.travelling(plan.groups), travelling), (costs.direct(plan.direct), [*plan.direct])):
+    for load, leaves in ((loads.travelling(plan.groups), travelling), (loads.direct(plan.direct), [*plan.direct])):
         times = amplification(counted, leaves)
-        total += dataclasses.replace(
-            load, read=int(load.read * times), read_by_all=int(load.read_by_all * times)
-        ).seconds(rates)
+        in_chunks = dataclasses.replace(load, read=int(load.read * times), read_by_all=int(load.read_by_all * times))
+        total += cost.seconds(in_chunks, rates)
     return total
 
 
 def amplification(counted: Volumes, leaves: Sequence[int]) -> float:
-    """How many times the bytes that are needed are read, because chunks are read whole."""
+    """Returns how many times the bytes that are needed are read, because chunks are read whole."""
     needed = sum(counted.leaf_needed[leaf] for leaf in leaves)
     return sum(counted.leaf_read[leaf] for leaf in leaves) / needed if needed else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
+class UnfitChunks:
     """A leaf whose stored chunks make processes read more than they need."""
 
     leaf: Leaf
@@ -99,34 +99,36 @@ class Blame:
         return f"{self.leaf.name}: chunks {self.leaf.chunk} do not fit blocks {self.leaf.block} in dimension {dims}"
 
 
-def to_blame(counted: Volumes, leaves: Sequence[Leaf]) -> list[Blame]:
-    """The leaves that are read more than they are needed, the worst first."""
-    found = [
-        Blame(leaf, counted.leaf_read[index], counted.leaf_needed[index])
+def unfit_chunks(counted: Volumes, leaves: Sequence[Leaf]) -> list[UnfitChunks]:
+    """Returns the leaves of which more is read than needed, the worst first."""
+    unfit = [
+        UnfitChunks(leaf, counted.leaf_read[index], counted.leaf_needed[index])
         for index, leaf in enumerate(leaves)
         if counted.leaf_read[index] > _NOTICEABLE * counted.leaf_needed[index]
     ]
-    return sorted(found, key=lambda blame: blame.needed - blame.read)
+    return sorted(unfit, key=lambda chunks: chunks.needed - chunks.read)
 
 
-def reasons(found: Forecast, leaves: Sequence[Leaf]) -> Mapping[str, list[str]]:
-    """Why leaves are restored as they are: names by reason, those that travel first."""
-    told: dict[str, list[str]] = {}
-    if travelling := found.travelling:
-        how = f"{found.plan.strategy}: {found.plan.because or 'several processes hold the same data'}"
-        told[how] = [leaves[index].name for index in travelling]
-    for index, reason in found.plan.direct.items():
-        told.setdefault(f"direct: {reason}", []).append(leaves[index].name)
-    return told
+def reasons(of: Forecast, leaves: Sequence[Leaf]) -> Mapping[str, list[str]]:
+    """Returns why leaves are restored as they are: names by reason, those that travel first."""
+    names: dict[str, list[str]] = {}
+    if travelling := of.travelling:
+        reason = f"{of.plan.strategy}: {of.plan.because or 'several processes hold the same data'}"
+        names[reason] = [leaves[index].name for index in travelling]
+    for index, reason in of.plan.direct.items():
+        names.setdefault(f"direct: {reason}", []).append(leaves[index].name)
+    return names
 
 
 def mesh_on(axes: Sequence[tuple[str, int]], processes: int) -> MeshInfo:
-    """A mesh over all devices in order, the same number on each process; `ValueError` if they do not divide."""
+    """Returns a mesh over all devices in order, the same number on each process.
+
+    Raises `ValueError` if the devices do not divide over the processes.
+    """
     devices = math.prod(size for _, size in axes)
     if processes < 1 or devices % processes:
         raise ValueError(
             f"{devices} devices of the mesh do not divide over {processes} processes: give a number that divides them"
         )
-    each = devices // processes
-    owners = tuple(device // each for device in range(devices))
+    owners = tuple(device // (devices // processes) for device in range(devices))
     return MeshInfo(tuple(name for name, _ in axes), tuple(size for _, size in axes), owners)

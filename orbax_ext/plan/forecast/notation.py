@@ -1,4 +1,4 @@
-"""Meshes and specs as people write them on a command line: `pp=1,dp=4,tp=8` and `*.kernel=P(None,tp)`. Pure."""
+"""Meshes and specs as people write them on a command line: `pp=1,dp=4,tp=8` and `*.kernel=P(None,tp)`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from orbax_ext import text as text_lib
+
 Spec = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes that it is sharded over
 Axes = tuple[tuple[str, int], ...]  # a mesh: (name, size)
 
@@ -16,29 +18,25 @@ _ENTRY = re.compile(r"""\s*(?:\(([^()]*)\)|(["']?)([A-Za-z_]\w*)\2)\s*(,|$)""")
 
 
 def parse_mesh(text: str) -> Axes:
-    """The mesh that `pp=1,dp=4,tp=8` names."""
+    """Parses a mesh such as `pp=1,dp=4,tp=8`."""
     axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
+    for entry in text.split(","):
+        name, _, size = (side.strip() for side in entry.partition("="))
         if not _NAME.fullmatch(name) or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"{part.strip()!r} in the mesh {text!r} is not NAME=SIZE, as in pp=1,dp=4,tp=8")
+            raise ValueError(f"{entry.strip()!r} in the mesh {text!r} is not NAME=SIZE, as in pp=1,dp=4,tp=8")
         if name in axes:
             raise ValueError(f"the axis {name!r} is named twice in the mesh {text!r}")
         axes[name] = int(size)
     return tuple(axes.items())
 
 
-def mesh_text(axes: Axes) -> str:
-    return "(" + ", ".join(f"{name}={size}" for name, size in axes) + ")"
-
-
 def parse_spec(text: str) -> Spec:
-    """The spec that `P(None, tp)`, `P(('dp', 'tp'))` or `P()` names; quotes around axis names may be left out."""
-    found = re.fullmatch(r"\s*(?:P|PartitionSpec)\((.*)\)\s*", text, re.DOTALL)
-    if not found:
+    """Parses a spec such as `P(None, tp)`, `P(('dp', 'tp'))` or `P()`; axis names may be quoted."""
+    spec = re.fullmatch(r"\s*(?:P|PartitionSpec)\((.*)\)\s*", text, re.DOTALL)
+    if not spec:
         raise ValueError(f"{text!r} is not a spec such as P(None, tp), P((dp, tp)) or P()")
     entries: list[tuple[str, ...]] = []
-    rest = found[1].strip()
+    rest = spec[1].strip()
     while rest:
         entry = _ENTRY.match(rest)
         if not entry:
@@ -52,7 +50,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def spec_text(spec: Spec) -> str:
-    entries = ["None" if not e else e[0] if len(e) == 1 else f"({', '.join(e)})" for e in spec]
+    entries = ["None" if not axes else axes[0] if len(axes) == 1 else f"({', '.join(axes)})" for axes in spec]
     while entries and entries[-1] == "None":
         entries.pop()
     return f"P({', '.join(entries)})"
@@ -70,7 +68,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """The rule that `*.kernel=P(None,tp)` states."""
+    """Parses a rule such as `*.kernel=P(None,tp)`."""
     pattern, equals, spec = text.partition("=")
     if not equals or not pattern.strip():
         raise ValueError(f"{text!r} is not PATTERN=SPEC, as in '*.kernel=P(None,tp)'")
@@ -78,21 +76,19 @@ def parse_rule(text: str) -> Rule:
 
 
 def rule_for(name: str, rules: Sequence[Rule]) -> Rule | None:
-    """The first rule that matches a leaf."""
+    """Returns the first rule that matches a leaf, if any."""
     return next((rule for rule in rules if rule.matches(name)), None)
 
 
 def why_not(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
-    """Why an array of this shape can't have this spec on this mesh, or an empty string."""
+    """Returns why an array of this shape cannot have this spec on this mesh, or an empty string."""
     if len(spec) > len(shape):
         return f"{spec_text(spec)} has {len(spec)} entries for {len(shape)} dimensions"
     used: set[str] = set()
     for dim, axes in enumerate(spec):
         for axis in axes:
             if axis not in mesh:
-                return (
-                    f"{spec_text(spec)} names the axis {axis!r}, which the mesh {mesh_text(tuple(mesh.items()))} lacks"
-                )
+                return f"{spec_text(spec)} names the axis {axis!r}, which the mesh {text_lib.mesh(mesh)} lacks"
             if axis in used:
                 return f"{spec_text(spec)} names the axis {axis!r} twice"
             used.add(axis)
@@ -103,13 +99,13 @@ def why_not(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def block_shape(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's share."""
+    """Returns the shape of the block that one device holds."""
     pieces = [math.prod(mesh[axis] for axis in axes) for axes in padded(spec, len(shape))]
     return tuple(size // count for size, count in zip(shape, pieces, strict=True))
 
 
 def padded(spec: Spec, ndim: int) -> Spec:
-    """The spec with an entry for every dimension."""
+    """Returns the spec with an entry for every dimension."""
     return (*spec, *((),) * (ndim - len(spec)))
 
 

@@ -1,4 +1,4 @@
-"""Bytes by process as a picture: a panel for each strategy, reads above the line, what is received below. Pure."""
+"""Draws bytes by process: a panel for each strategy, bytes read above the line, bytes received below."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from orbax_ext import text as text_lib
 from orbax_ext.plan.forecast.forecast import Forecast
 
 _WIDTH, _HEIGHT, _LEFT, _GAP, _TOP = 860, 190, 90, 46, 64
-_MOST = 256  # bars; of more processes, each bar stands for several
+_MOST = 256  # bars; with more processes, each bar stands for several
 _READ, _RECEIVED, _INK, _FAINT = "#2563a8", "#c2571a", "#1d2733", "#c9d1da"
 
 
 def draw(title: str, forecasts: Sequence[Forecast]) -> str:
-    """An SVG. All panels have the same scale for what is read, and the same for what is received."""
+    """Returns an SVG. All panels share one scale for bytes read, and one for bytes received."""
     most = (
         max(1, *(int(forecast.volumes.read.max()) for forecast in forecasts)),
         max(1, *(int(forecast.volumes.received.max()) for forecast in forecasts)),
@@ -41,7 +41,7 @@ def _panel(forecast: Forecast, top: int, most: tuple[int, int]) -> list[str]:
     half = (_HEIGHT - 24) / 2
     line = top + 24 + half
     step = (_WIDTH - _LEFT - 20) / len(read)
-    each = -(-len(forecast.volumes.read) // len(read))
+    per_bar = -(-len(forecast.volumes.read) // len(read))
     heading = (
         f"{forecast.strategy}: {text_lib.size(forecast.volumes.total_read)} read in all, "
         f"{text_lib.seconds(forecast.seconds)} expected"
@@ -51,12 +51,12 @@ def _panel(forecast: Forecast, top: int, most: tuple[int, int]) -> list[str]:
         edge = line + sign * half
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{edge:.1f}" y2="{edge:.1f}" stroke="{_FAINT}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{edge + 4:.1f}" text-anchor="end">{text_lib.size(scale)}</text>')
-    for at, (up, down) in enumerate(zip(read, received, strict=True)):
-        first, last = at * each, min((at + 1) * each, len(forecast.volumes.read)) - 1
+    for number, (up, down) in enumerate(zip(read, received, strict=True)):
+        first, last = number * per_bar, min((number + 1) * per_bar, len(forecast.volumes.read)) - 1
         who = f"process {first}" if first == last else f"processes {first} to {last}, the busiest"
-        told = f"{who}: {text_lib.size(up)} read, {text_lib.size(down)} received"
-        x, width = _LEFT + at * step, step - (2 if step > 6 else 0)
-        parts.append(f"<g><title>{html.escape(told)}</title>")
+        tooltip = f"{who}: {text_lib.size(up)} read, {text_lib.size(down)} received"
+        x, width = _LEFT + number * step, step - (2 if step > 6 else 0)
+        parts.append(f"<g><title>{html.escape(tooltip)}</title>")
         for value, scale, colour in ((up, most[0], _READ), (down, most[1], _RECEIVED)):
             length = half * value / scale
             y = line - length if colour is _READ else line
@@ -71,6 +71,6 @@ def _panel(forecast: Forecast, top: int, most: tuple[int, int]) -> list[str]:
 
 
 def _bars(values: np.ndarray) -> list[int]:
-    """The values, or of so many that they would not be seen, the largest of each run of neighbours."""
-    each = -(-len(values) // _MOST)
-    return [int(values[at : at + each].max()) for at in range(0, len(values), each)]
+    """Returns the values, or if there are too many to be seen, the largest of each run of neighbours."""
+    per_bar = -(-len(values) // _MOST)
+    return [int(values[start : start + per_bar].max()) for start in range(0, len(values), per_bar)]
