@@ -196,7 +196,7 @@ def _looker(recorder: Recorder) -> Callable[[bool], Snapshot]:
     return look
 
 
-def _sum(steps: workload.Steps, groups: Iterable[int | None]) -> int:
+def _sum(steps: Mapping[int | None, int], groups: Iterable[int | None]) -> int:
     return sum(steps.get(group, 0) for group in groups)
 
 

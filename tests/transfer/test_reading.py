@@ -18,7 +18,7 @@ def test_a_slice_has_the_same_rows_of_every_block(block: tuple[int, int], rows: 
     values = np.arange(48).reshape(12, 4)
     whole = Leaf("w", (12, 4), "int64", 8, block)
     start, size = rows
-    leaf = whole.cut(Slice(0, 0, start, size))
+    leaf = whole.sliced(Slice(0, 0, start, size))
 
     view = ts.open(
         {"driver": "array", "dtype": "int64", "array": values.tolist(), "transform": _index_transform(whole, leaf)}
