@@ -26,7 +26,7 @@ def test_equal_failures_are_told_once() -> None:
     assert text.startswith("restore failed on 100 processes:\n")
     assert text.count("ValueError") == 1
     assert "0 (node0)" in text
-    assert "and others" in text
+    assert "7 (node7) and 92 more, in phase" in text
 
 
 def failure(kind: str) -> ProcessFailure:
