@@ -8,14 +8,14 @@ import pytest
 
 from orbax_ext import errors
 from orbax_ext.meeting import wire
-from orbax_ext.meeting.board import LonelyClient
+from orbax_ext.meeting.board import LocalClient
 from orbax_ext.meeting.session import Limits, Session
 
 STAMP = {"last": 0, "now": 0.0}
 HOME = "orbax_ext/session/s"
 
 
-class Service(LonelyClient):
+class Service(LocalClient):
     """Calls `meanwhile` when somebody waits for a key in vain."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ServiceOfOneWhoMetAndLeft(Service):
         super().meanwhile()
 
 
-class ServiceOfOneWhoGivesUpMeanwhile(LonelyClient):
+class ServiceOfOneWhoGivesUpMeanwhile(LocalClient):
     """Process 1 waits, until process 0 is about to reply to it."""
 
     def __init__(self) -> None:
