@@ -25,11 +25,11 @@ _NOT_ABOUT_THE_STEP = (errors.PlanMismatchError, errors.RestoreTimeoutError)
 
 @dataclasses.dataclass(frozen=True)
 class ValidRestore:
-    """The restored state, its step, and the newer steps that were skipped."""
+    """The restored state, its step, and the steps that were tried before it."""
 
     step: int
     state: Any
-    skipped: Mapping[int, str]  # the reason for each step, in the order they were tried
+    skipped: Mapping[int, str]  # why each of these failed, in the order they were tried
 
 
 def restore_latest_valid(

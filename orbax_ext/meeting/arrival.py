@@ -42,7 +42,7 @@ async def failing_together(options: Options) -> AsyncIterator[None]:
             try:
                 arrivals = await in_thread(session.arrive, {"failure": failure_to_json(error)})
             except errors.RestoreError:
-                raise error from None  # the meeting itself failed: this process's own error says more
+                raise error from None  # the meeting itself failed: this process's own error is more useful
         if not same_failure(arrivals):
             raise_failures(arrivals, session.hosts)
         raise
