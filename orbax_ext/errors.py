@@ -1,17 +1,19 @@
-"""What a restore can raise.
+"""The exceptions of this package.
+
+A restore raises, on all processes:
 
     RestoreError
-      RestoreFailedError    a process failed; the same error is raised on all, naming it. Where all that failed
-                            raised the same built-in type, it is of that type too: `except ValueError` catches it
-      RestoreTimeoutError   processes did not arrive or stopped advancing; they are named
+      RestoreFailedError    a process failed; the message names it. If all failed processes raised the same built-in
+                            type, the error has that type too: `except ValueError` catches it
+      RestoreTimeoutError   processes did not arrive or stopped advancing; the message names them
       PlanMismatchError     the processes do not agree on what to restore
 
-Beside a restore, in `orbax_ext.placement`:
+The functions of `orbax_ext.placement` raise:
 
-    MeetingTimeoutError     a TimeoutError: processes did not come to a barrier or a comparison; they are named
+    MeetingTimeoutError     a TimeoutError: processes did not arrive at a barrier or a comparison; it names them
     DataMismatchError       a ValueError: processes hold different data where it must be the same
 
-Bad arguments are plain `ValueError`s that say what was expected, what was found and what to do.
+Bad arguments are plain `ValueError`s with what was expected, what was found and what to do.
 """
 
 from __future__ import annotations
@@ -21,73 +23,77 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 
+from orbax_ext import text
+
 
 class RestoreError(Exception):
-    """A restore ended without a state, on every process."""
+    """A restore failed, on every process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFailure:
-    """What went wrong on one process."""
+    """The error of one process."""
 
     host: str
-    phase: str  # the step of the restore it was in
+    phase: str  # the step of the restore in which it happened
     error: str  # "ValueError: ..."
     traceback: str = ""
-    kind: str = ""  # the built-in exception that it is, such as "ValueError"
+    kind: str = ""  # its built-in type, such as "ValueError"
 
 
 class RestoreFailedError(RestoreError):
-    """One or several processes failed. `.failures` maps process index to `ProcessFailure`."""
+    """One or more processes failed. `.failures` maps process index to `ProcessFailure`."""
 
     def __init__(self, failures: Mapping[int, ProcessFailure]) -> None:
         self.failures = dict(sorted(failures.items()))
-        super().__init__(f"restore failed on {_count(self.failures)}:\n  " + "\n  ".join(self._lines()))
+        count = text.count(len(self.failures), "process")
+        super().__init__(f"restore failed on {count}:\n  " + "\n  ".join(self._lines()))
 
-    def __str__(self) -> str:  # not KeyError's, which quotes
+    def __str__(self) -> str:  # `KeyError.__str__` would quote the message
         return str(self.args[0])
 
-    def __reduce__(self) -> tuple[object, ...]:  # its class may be one that has no name to be found by
+    def __reduce__(self) -> tuple[object, ...]:  # pickle can't find the classes that `restore_failed` makes
         return restore_failed, (self.failures,)
 
-    def _lines(self, most: int = 8) -> list[str]:
-        """One line for each different failure, with the processes that had it."""
-        alike: dict[tuple[str, str], list[str]] = {}
+    def _lines(self) -> list[str]:
+        """Returns one line for each distinct error, with the processes that raised it."""
+        hosts = {process: failure.host for process, failure in self.failures.items()}
+        processes: dict[tuple[str, str], list[int]] = {}
         for process, failure in self.failures.items():
-            alike.setdefault((failure.phase, failure.error), []).append(f"{process} ({failure.host})")
+            processes.setdefault((failure.phase, failure.error), []).append(process)
         return [
-            f"process {', '.join(names[:most])}{' and others' if names[most:] else ''}, in phase {phase!r}: {error}"
-            for (phase, error), names in alike.items()
+            f"{text.processes(numbers, hosts)}, in phase {phase!r}: {error}"
+            for (phase, error), numbers in processes.items()
         ]
 
 
 def restore_failed(failures: Mapping[int, ProcessFailure]) -> RestoreFailedError:
-    """A `RestoreFailedError`, also of the built-in type that all failures have in common if there is one."""
+    """Returns a `RestoreFailedError` that also has the built-in type that all failures share, if there is one."""
     kinds = {failure.kind for failure in failures.values()}
     if len(kinds) == 1:
         try:
-            return _also(kinds.pop())(failures)
+            return _failed_type(kinds.pop())(failures)
         except TypeError:  # a type that can't be made from a message, such as UnicodeDecodeError
             pass
     return RestoreFailedError(failures)
 
 
 def builtin_kind(error: BaseException) -> str:
-    """The name of the most special built-in exception that an error is."""
+    """Returns the name of the most specific built-in type of an error."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
 
 
 @functools.cache
-def _also(kind: str) -> type[RestoreFailedError]:
-    # The name comes from another process: it may only ever choose among the built-in exceptions.
-    found = getattr(builtins, kind, None)
-    if not (isinstance(found, type) and issubclass(found, Exception)) or found is Exception:
+def _failed_type(kind: str) -> type[RestoreFailedError]:
+    # The name comes from another process, so only built-in exceptions are accepted.
+    builtin = getattr(builtins, kind, None)
+    if not (isinstance(builtin, type) and issubclass(builtin, Exception)) or builtin is Exception:
         return RestoreFailedError
-    return type(RestoreFailedError.__name__, (RestoreFailedError, found), {"__module__": __name__})
+    return type(RestoreFailedError.__name__, (RestoreFailedError, builtin), {"__module__": __name__})
 
 
 class RestoreTimeoutError(RestoreError):
-    """Processes were waited for in vain. `.missing` has their indices, `.phases` what was last heard of each."""
+    """Some processes did not arrive in time. `.missing` has their indices, `.phases` the last report of each."""
 
     def __init__(self, message: str, missing: Collection[int], phases: Mapping[int, str]) -> None:
         self.missing = tuple(sorted(missing))
@@ -96,7 +102,7 @@ class RestoreTimeoutError(RestoreError):
 
 
 class PlanMismatchError(RestoreError):
-    """Processes asked for different things. `.digests` maps process index to the digest of what it asked for."""
+    """The processes do not agree on what to restore. `.digests` maps process index to what it has where they differ."""
 
     def __init__(self, message: str, digests: Mapping[int, str]) -> None:
         self.digests = dict(sorted(digests.items()))
@@ -104,7 +110,7 @@ class PlanMismatchError(RestoreError):
 
 
 class MeetingTimeoutError(TimeoutError):
-    """Processes did not come to a meeting of user code in time. `.missing` has their indices."""
+    """Some processes did not arrive at a meeting of user code in time. `.missing` has their indices."""
 
     def __init__(self, message: str, missing: Collection[int]) -> None:
         self.missing = tuple(sorted(missing))
@@ -112,12 +118,8 @@ class MeetingTimeoutError(TimeoutError):
 
 
 class DataMismatchError(ValueError):
-    """Processes differ in data that must be the same. `.leaves` maps leaf to the processes that differ."""
+    """Processes hold different data where it must be the same. `.leaves` maps leaf to the processes that differ."""
 
     def __init__(self, message: str, leaves: Mapping[str, Collection[int]]) -> None:
         self.leaves = {leaf: tuple(sorted(processes)) for leaf, processes in leaves.items()}
         super().__init__(message)
-
-
-def _count(items: Collection[object]) -> str:
-    return "1 process" if len(items) == 1 else f"{len(items)} processes"

@@ -1,4 +1,4 @@
-"""Text that leaves the process, without the secrets that may have got into it."""
+"""Removes secrets from text that leaves the process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSW|PWD$|CREDENTIAL|AUTH|SIGNATURE", re.IGNORECASE)
-_SHORTEST = 6  # characters: shorter values, such as "true", say nothing and occur everywhere
+_SHORTEST = 6  # characters: shorter values, such as "true", are no secrets and occur everywhere
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/\s@]+@"), "<credentials>@"),  # https://user:password@host
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "<access key>"),
@@ -16,17 +16,17 @@ _PATTERNS = (
 )
 
 
-def scrub(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The text with credentials taken out, also the values of environment variables whose names speak of secrets."""
+def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the text without credentials and without the values of environment variables named like secrets."""
     secrets = {value: name for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     for value in sorted(secrets, key=len, reverse=True):  # one may be part of another
         text = text.replace(value, f"<{secrets[value]}>")
-    for pattern, instead in _PATTERNS:
-        text = pattern.sub(instead, text)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
     return text
 
 
 def sendable(text: str) -> str:
-    """The text as the coordination service takes it: no half characters from file names, no control characters."""
-    whole = text.encode("utf-8", "replace").decode()
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in whole)
+    """Returns the text as the coordination service accepts it: without lone surrogates and control characters."""
+    encodable = text.encode("utf-8", "replace").decode()
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in encodable)

@@ -8,7 +8,7 @@ from orbax_ext import errors
 from orbax_ext.errors import PlanMismatchError, ProcessFailure, RestoreError, RestoreFailedError, RestoreTimeoutError
 
 
-def test_every_error_is_a_restore_error() -> None:
+def test_every_error_of_a_restore_is_a_restore_error() -> None:
     for kind in (RestoreFailedError, RestoreTimeoutError, PlanMismatchError):
         assert issubclass(kind, RestoreError)
 
@@ -20,13 +20,13 @@ def test_a_failure_names_process_host_phase_and_cause() -> None:
     )
 
 
-def test_equal_failures_are_told_once() -> None:
+def test_processes_with_the_same_error_share_a_line() -> None:
     failures = {number: ProcessFailure(f"node{number}", "compile", "ValueError: no") for number in range(100)}
     text = str(RestoreFailedError(failures))
     assert text.startswith("restore failed on 100 processes:\n")
     assert text.count("ValueError") == 1
     assert "0 (node0)" in text
-    assert "and others" in text
+    assert "7 (node7) and 92 more, in phase" in text
 
 
 def failure(kind: str) -> ProcessFailure:
@@ -44,7 +44,7 @@ def test_a_failure_can_be_caught_as_the_built_in_type_that_was_raised(kind: type
 
 
 @pytest.mark.parametrize("kind", ["UnicodeDecodeError", "ExceptionGroup", "Exception", "KeyboardInterrupt", "eval", ""])
-def test_other_names_make_a_plain_failure(kind: str) -> None:
+def test_a_name_of_no_usable_built_in_type_makes_a_plain_failure(kind: str) -> None:
     assert type(errors.restore_failed({0: failure(kind)})) is RestoreFailedError
 
 

@@ -16,7 +16,7 @@ import jax
 from orbax_ext import errors, text, version
 from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.meeting.wire import failures, to_payload
+from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo
 from orbax_ext.plan.planner import digest
@@ -40,9 +40,9 @@ async def failing_together(options: Options) -> AsyncIterator[None]:
             raise
         with open_session("restore", Limits(options.stall_timeout, options.timeout)) as session:
             try:
-                arrivals = await in_thread(session.arrive, {"failure": to_payload(error)})
+                arrivals = await in_thread(session.arrive, {"failure": failure_to_json(error)})
             except errors.RestoreError:
-                raise error from None  # the meeting itself failed: this process's own error says more
+                raise error from None  # the meeting itself failed: this process's own error is more useful
         if not same_failure(arrivals):
             raise_failures(arrivals, session.hosts)
         raise
@@ -77,7 +77,7 @@ def raise_failures(arrivals: Mapping[int, Mapping[str, Any]], hosts: Mapping[int
     """Raises `RestoreFailedError` if a process has arrived with a failure."""
     failed = {process: arrival["failure"] for process, arrival in arrivals.items() if "failure" in arrival}
     if failed:
-        raise errors.restore_failed(failures(failed, hosts, "describe"))
+        raise errors.restore_failed(failures_from_json(failed, hosts, "describe"))
 
 
 def same_failure(arrivals: Mapping[int, Mapping[str, Any]]) -> bool:

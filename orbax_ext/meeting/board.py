@@ -1,6 +1,6 @@
-"""The coordination service as a notice board: JSON of bounded size under keys, and a note of when it last answered.
+"""The coordination service as a notice board: JSON values of bounded size, and when the service last answered.
 
-What is found there is data: it is parsed as JSON, never executed, and too long a value is not looked at.
+Values from other processes are data: they are parsed as JSON, never executed, and never parsed if they are too long.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-MAX_VALUE = 1 << 16  # characters of one process's contribution
-
-Payload = Mapping[str, Any]  # must survive JSON
+MAX_VALUE = 1 << 16  # characters of one process's contribution to a meeting
 
 
 class Client(Protocol):
-    """The part of JAX's coordination-service client that meetings use."""
+    """The methods of JAX's coordination-service client that this package uses."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_try_get(self, key: str) -> str: ...
@@ -27,11 +25,14 @@ class Client(Protocol):
 
 
 class ClosedError(Exception):
-    """The session is over: a thread that was given up may not go on with it."""
+    """The session is over. Stops a thread that nobody waits for any more but that still works for the session."""
 
 
 class Board:
-    """One session's access to the service."""
+    """One session's access to the coordination service.
+
+    `answered` is when the service last answered, by `time.monotonic()`.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -39,25 +40,28 @@ class Board:
         self._closed = False
 
     def close(self) -> None:
-        """Nothing is read or written through this board from now on."""
+        """Makes every later read and write through this board raise `ClosedError`."""
         self._closed = True
 
-    def put(self, key: str, value: Payload, most: int = MAX_VALUE) -> None:
+    def put(self, key: str, value: Mapping[str, Any], most: int = MAX_VALUE) -> None:
+        """Sets a key; raises `ValueError` if the value is longer than `most` characters as JSON."""
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         if len(text) > most:
-            raise ValueError(f"A message of {len(text)} characters is too long for a meeting: {most} at most.")
+            raise ValueError(
+                f"A message of {len(text)} characters is too long for a meeting: at most {most} are allowed."
+            )
         self._open().key_value_set(key, text, allow_overwrite=True)
         self.answered = time.monotonic()
 
     def read(self, home: str, most: int = MAX_VALUE) -> dict[int, Any]:
-        """What each process has put under `home`."""
+        """Returns the values under `home` by process; skips values longer than `most` and keys that name no process."""
         entries = self._open().key_value_dir_get(f"{home}/")
         self.answered = time.monotonic()
         named = [(key.rpartition("/")[2], value) for key, value in entries if len(value) <= most]
         return {int(process): json.loads(value) for process, value in named if process.isdecimal()}
 
     def get(self, key: str) -> Any:
-        """The value of a key, or None."""
+        """Returns the value of a key, or None if it is not set."""
         try:
             text = self._open().key_value_try_get(key)
         except Exception as error:
@@ -68,20 +72,20 @@ class Board:
         return json.loads(text)
 
     def wait(self, key: str, seconds: float, most: int) -> Any:
-        """The value of a key once it is there, or None after some seconds."""
+        """Returns the value of a key as soon as it is set, or None after `seconds`."""
         try:
             text = self._open().blocking_key_value_get(key, int(seconds * 1000))
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            return None  # which says nothing about the service: the client itself keeps the time
+            return None  # no sign that the service answers: the client itself measures the time
         self.answered = time.monotonic()
         if len(text) > most:
-            raise ValueError(f"{key} has {len(text)} characters: {most} at most were expected.")
+            raise ValueError(f"{key} has {len(text)} characters; expected at most {most}.")
         return json.loads(text)
 
     def count(self, key: str) -> int:
-        """How many have counted here, this call included."""
+        """Adds one to a counter and returns its new value."""
         number = self._open().key_value_increment(key, 1)
         self.answered = time.monotonic()
         return int(number)
@@ -97,8 +101,8 @@ class Board:
         return self.client
 
 
-class LonelyClient:
-    """Stands in for the coordination service's client in a job of one process."""
+class LocalClient:
+    """The coordination service's client in a job of one process, which has no service."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}

@@ -1,35 +1,29 @@
-"""A piece of work done by one process for all: whoever needs it first does it and leaves the result for the others."""
+"""Work that one process does for all: the process that needs a result first computes it and publishes it."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from absl import logging
 
+from orbax_ext.meeting.board import Client
 from orbax_ext.meeting.threads import watched
 
 T = TypeVar("T")
 
 _MAX_PART = 1 << 18  # characters of one value in the coordination service
-_SERVICE_LIMIT = 30.0  # seconds for the service to take or give something that is there
-_LOOK_EVERY = 2.0
+_SERVICE_LIMIT = 30.0  # seconds for the service to set a value or to return one that is set
+_LOOK_EVERY = 2.0  # seconds: the longest single wait for a result, after which the limit is checked
 
 
-class Client(Protocol):
-    """The part of JAX's coordination-service client that is used here."""
+class SharedResults:
+    """Results that the processes of a session share.
 
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-
-class Board:
-    """Where the processes of a session leave results for each other.
-
-    Nobody depends on another process: one that fails, dies or takes longer than `limit` seconds to do its work for
-    all costs the others only that they do it for themselves.
+    No process depends on another one: if the process that does the work fails, dies or takes longer than `limit`
+    seconds, the others do the work themselves.
     """
 
     def __init__(self, client: Client, home: str, process: int, limit: float) -> None:
@@ -39,20 +33,20 @@ class Board:
         self._limit = limit
 
     def once(self, name: str, work: Callable[[], str]) -> str:
-        """The result of `work`, done by whichever process asked for it first."""
+        """Returns the result of `work`, which is done by the process that asked for `name` first."""
         place = f"{self._home}/{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}"
         try:
-            if _within(_SERVICE_LIMIT, lambda: self._is_mine(place)):
-                return self._do_for_all(place, work)
+            if _within(_SERVICE_LIMIT, lambda: self._is_first(place)):
+                return self._work_for_all(place, work)
             result = _within(self._limit, lambda: self._result(place))
         except _WorkError as error:
             raise error.cause from None
         except Exception as error:
-            logging.warning("orbax_ext: %s: done by each process for itself, because of %r", name, error)
+            logging.warning("orbax_ext: %s: this process does it for itself, because of %r", name, error)
             result = None
         return work() if result is None else result
 
-    def _is_mine(self, place: str) -> bool:
+    def _is_first(self, place: str) -> bool:
         try:
             self._client.key_value_set(f"{place}/by", str(self._process), allow_overwrite=False)
         except Exception as error:
@@ -61,7 +55,7 @@ class Board:
             return False
         return True
 
-    def _do_for_all(self, place: str, work: Callable[[], str]) -> str:
+    def _work_for_all(self, place: str, work: Callable[[], str]) -> str:
         parts: list[str] = []
         try:
             result = work()
@@ -78,7 +72,7 @@ class Board:
         self._client.key_value_set(f"{place}/parts", str(len(parts)), allow_overwrite=True)
 
     def _result(self, place: str) -> str | None:
-        """What the first process has published; None if it could not do it."""
+        """Returns what the first process has published; None if its work failed."""
         deadline = time.monotonic() + self._limit
         while True:
             try:
@@ -93,13 +87,13 @@ class Board:
 
 
 def _within(limit: float, function: Callable[[], T]) -> T:
-    """Calls the service, which may be gone for good, for so long at most."""
+    """Calls a function that uses the service, which may never answer; raises `GivenUpError` after `limit` seconds."""
     deadline = time.monotonic() + limit
     return watched(function, lambda: deadline)
 
 
 class _WorkError(Exception):
-    """The work itself failed, here."""
+    """The work itself failed on this process."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__()

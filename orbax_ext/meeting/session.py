@@ -1,19 +1,20 @@
-"""Meetings of all processes on JAX's coordination service: who is here, what each has to say, who is missing.
+"""Meetings of all processes on JAX's coordination service: each brings a contribution, and missing ones are named.
 
-A meeting is never a collective: it works while devices are busy, it has time limits, and it can say who is missing.
-Process 0 gathers and publishes one summary, so the cost is a few messages per process however many there are.
+A meeting is never a collective: it works while devices are busy, it has time limits, and its errors name the missing
+processes. Process 0 gathers the contributions and publishes one summary, so that the number of messages per process is
+small and does not depend on the number of processes.
 
-How processes that may have restored a different number of times find each other: each one announces itself under
-`in/<process>` with a nonce, and waits for a reply addressed to that nonce. Process 0 replies once all have announced
-themselves, with a new id under which the later meetings of this session are held. No counter has to agree, and
-nothing that an earlier, failed session left behind can be taken for a reply.
+Processes may have restored a different number of times before they meet. So each one announces itself under
+`in/<process>` with a nonce and waits for a reply to that nonce. When all have announced themselves, process 0 replies
+with a new id, under which the later meetings of this session are held. No counter has to agree, and keys of an
+earlier, failed session are never taken for a reply.
 
-Waiting is bounded by progress: processes publish how far they are, and waiting ends when nobody has advanced for
+Waiting is bounded by progress: processes publish how far they are, and waiting ends when no process has advanced for
 `stall` seconds, or after `total` seconds. Most calls to the service have no time limit of their own (if process 0 is
-stopped, so is the service), so they are made in a thread that is given up when the service falls silent.
+stopped, so is the service), so they are made in a thread that is abandoned when the service stops answering.
 
-Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`, which
-the last process to leave removes.
+Keys: `orbax_ext/<subject>/in|reply|absent|status/...` until all have arrived, then `orbax_ext/session/<id>/...`. The
+last process to leave removes the latter.
 """
 
 from __future__ import annotations
@@ -34,39 +35,46 @@ import jax
 from absl import logging
 
 from orbax_ext import errors
+from orbax_ext import text as text_lib
 from orbax_ext.meeting import wire
-from orbax_ext.meeting.board import MAX_VALUE, Board, Client, LonelyClient, Payload
+from orbax_ext.meeting.board import MAX_VALUE, Board, Client, LocalClient
 from orbax_ext.meeting.threads import GivenUpError, StopTicking, Ticker, in_thread, watched
-from orbax_ext.meeting.wire import failures, from_verdict, to_payload, to_verdict
-from orbax_ext.redact import scrub
+from orbax_ext.meeting.wire import (
+    Contribution,
+    failure_to_json,
+    failures_from_json,
+    restore_error_from_json,
+    restore_error_to_json,
+)
+from orbax_ext.redact import redact
 from orbax_ext.upstream import runtime
 
 _LEADER = 0
 _PREFIX = "orbax_ext"
-_PAUSES = (0.002, 0.25)  # first and longest pause of the gathering process between two looks
-_PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause for each process: few are looked for more often
-_LOG_EVERY = 30.0
-_LOOKS = 3  # looks without progress after which those who are still missing are not waited for once one has failed
-_GRACE = 3.0  # the others wait this much longer than process 0, whose verdict names the missing
-_SILENCE = 5.0  # and this much longer again for a service that does not answer
-_LEAVE_LIMIT = 5.0
-_HAND_IN_LIMIT = 5.0
-_MESSAGE = 0.1  # seconds that a message of process 0 may well take
+_PAUSES = (0.002, 0.25)  # seconds: first and longest pause of process 0 between two looks at the contributions
+_PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
+_LOG_EVERY = 30.0  # seconds
+_LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
+_GRACE = 3.0  # seconds that the others wait longer than process 0, whose error names the missing processes
+_SILENCE = 5.0  # seconds more that all wait for a service that does not answer
+_LEAVE_LIMIT = 5.0  # seconds to remove keys: the restore is over, so nobody waits for it
+_HAND_IN_LIMIT = 5.0  # seconds that process 0 waits for reports, which a restore does not need
+_MESSAGE = 0.1  # seconds that a message of process 0 usually takes at most
 _MAX_NAMES = 16  # processes that a message names
 _ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
-_GAVE_UP = {"gave up": True}  # stands where the arrival of a process was that waits no more
+_GAVE_UP = {"gave up": True}  # replaces the arrival of a process that no longer waits
 
-_CAME = "came"  # when a process came to a meeting, by its own clock
+_CAME = "came"  # when a process arrived at a meeting, by its own clock
 
 T = TypeVar("T")
-Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds waited, who came last
+Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds waited, the process that arrived last
 
-_hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not come to a later one
+_hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not arrive at a later one
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long to wait: `stall` seconds without anybody's progress, `total` seconds in all."""
+    """How long to wait: `stall` seconds without progress of any process, `total` seconds in all."""
 
     stall: float = 300.0
     total: float | None = None
@@ -77,7 +85,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Heard:
-    """The latest news of a process."""
+    """The last report of a process: its phase, bytes done, and when process 0 read the report."""
 
     phase: str
     done: int
@@ -88,15 +96,15 @@ class Heard:
 
 
 class Session:
-    """The meetings of one restore: `arrive` first, then `meet` as often as needed. Use it in a `with` block.
+    """The meetings of one restore: first `arrive`, then any number of `meet`. Use it in a `with` block.
 
     Args:
       client: The coordination service.
       process: Index of this process, of `processes` in all.
-      subject: What the session is about; sessions of different subjects do not see each other.
+      subject: Name of the session; sessions with different subjects do not affect each other.
       limits: How long to wait.
-      done: Tells how far this process is, in bytes; others go on waiting as long as it grows.
-      waited: Is told of every meeting: its phase, how long this process waited, and who came last.
+      done: Returns how far this process is, in bytes; the others wait as long as it grows.
+      waited: Called after every meeting with its phase, the seconds this process waited and the last to arrive.
     """
 
     def __init__(
@@ -116,21 +124,21 @@ class Session:
         self._limits = limits
         self._done = done
         self._waited = waited
-        self._last: int | None = None  # who came last to the meeting that ended last
-        self._delays: list[float] = []  # of process 0's messages, by its clock and this process's
+        self._last: int | None = None  # the last to arrive at the latest meeting
+        self._delays: list[float] = []  # of process 0's messages: sent by its clock, received by this process's
         self._started = time.monotonic()
         self._deadline = math.inf if limits.total is None else self._started + limits.total
         self._nonce = uuid.uuid4().hex
         self._meetings = 0
         self._phase = "arrive"
         self._heard: dict[int, Heard] = {}
-        # With many processes each looks less often, so that the service is asked no more in all.
+        # With many processes each one looks less often, so that the load on the service stays the same.
         self._look_every = min(10.0, max(2.0, processes / 100), max(limits.stall / 4, 0.5))
         self._most = MAX_VALUE * processes  # characters of a summary
         self._arriving = False
         self._left = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.worked = 0  # bytes done beside those that `done` tells
+        self.worked = 0  # bytes done that `done` does not count
         self.id = ""
         self.hosts: dict[int, str] = {}
 
@@ -142,64 +150,64 @@ class Session:
     ) -> None:
         self.leave(error)
 
-    def arrive(self, mine: Payload) -> dict[int, Payload]:
-        """Waits until all processes have arrived with the same subject; returns what each brought."""
+    def arrive(self, mine: Contribution) -> dict[int, Contribution]:
+        """Waits until all processes have arrived with the same subject; returns their contributions."""
         with self._waiting():
             return self._watched(functools.partial(self._arrive, {**mine, "host": socket.gethostname()}))
 
-    def meet(self, phase: str, mine: Payload | None = None) -> dict[int, Payload]:
-        """Waits until all processes are at this meeting; returns what each brought.
+    def meet(self, phase: str, mine: Contribution | None = None) -> dict[int, Contribution]:
+        """Waits until all processes are at this meeting; returns their contributions.
 
-        Every process must hold the same meetings in the same order. `phase` names it in messages.
+        Every process must hold the same meetings in the same order. `phase` names the meeting in messages.
         """
         self._phase = phase
         with self._waiting():
             return self._watched(functools.partial(self._meet, dict(mine or {})))
 
     async def together(self, phase: str, work: Awaitable[T]) -> T:
-        """Does a piece of work and meets: returns its result if it succeeded on all processes.
+        """Does this process's work and meets; returns the result if the work succeeded on all processes.
 
         Otherwise raises the same `RestoreFailedError` on all of them.
         """
         return (await self.together_telling(phase, work, dict))[0]
 
     async def together_telling(
-        self, phase: str, work: Awaitable[T], word: Callable[[], Payload]
-    ) -> tuple[T, dict[int, Payload]]:
-        """As `together`; each process brings its word when its work is done, and has everybody's afterwards."""
+        self, phase: str, work: Awaitable[T], contribution: Callable[[], Contribution]
+    ) -> tuple[T, dict[int, Contribution]]:
+        """Does the same as `together`, and also returns what `contribution` returned after the work on each process."""
         self._phase = phase
         self._loop = asyncio.get_running_loop()
-        mine: Payload
+        mine: Contribution
         try:
             with self.reporting():
                 result = await work
-            mine = word()
+            mine = contribution()
         except Exception as error:
-            mine = to_payload(error)
-        except BaseException as error:  # interrupted: tell the others, but do not stay for the meeting
-            self._tell_interrupted(to_payload(error))
+            mine = failure_to_json(error)
+        except BaseException as error:  # interrupted: report it, but do not wait for the meeting
+            self._tell_interrupted(failure_to_json(error))
             raise
         outcomes = await in_thread(self.meet, phase, mine)
-        failed = failures(outcomes, self.hosts, phase)
+        failed = failures_from_json(outcomes, self.hosts, phase)
         if failed:
             raise errors.restore_failed(failed)
         return result, outcomes
 
     @property
     def phase(self) -> str:
-        """What this process is at."""
+        """The phase that this process is in."""
         return self._phase
 
     def bytes_done(self) -> dict[int, int]:
-        """On process 0, how far each process is as far as it has been heard."""
+        """Returns the bytes done by each process according to its last report. Only process 0 has these."""
         return {process: news.done for process, news in self._heard.copy().items()}
 
     def reporting(self) -> Ticker:
-        """Publishes this process's progress as long as a `with` block lasts."""
+        """Publishes the progress of this process as long as a `with` block lasts."""
         return Ticker(self._tick, every=max(1.0, self._processes / 200))
 
     async def barrier(self, name: str) -> None:
-        """Orbax's barrier on the coordination service, entered by all processes a moment after a meeting."""
+        """Waits at Orbax's barrier on the coordination service. All processes enter it shortly after a meeting."""
         wait = functools.partial(
             runtime.sync_global_processes,
             f"{_PREFIX}.{self.id}.{name}",
@@ -209,15 +217,15 @@ class Session:
         try:
             with self._waiting("barrier"):
                 await in_thread(wait, limit=self._limits.stall + _GRACE)
-        except Exception as error:  # which names two processes at most: a meeting of those who are left names all
-            mine = {**to_payload(error), _ONLY_WAITED: True}
+        except Exception as error:  # it names at most two processes; a meeting of the remaining ones names all
+            mine = {**failure_to_json(error), _ONLY_WAITED: True}
             outcomes = await in_thread(self.meet, name, mine)
-            raise errors.restore_failed(failures(outcomes, self.hosts, name)) from None
+            raise errors.restore_failed(failures_from_json(outcomes, self.hosts, name)) from None
 
     def hand_in(self, mine: str) -> dict[int, str]:
-        """Leaves word for process 0, which returns what all have left in a few seconds; the others return nothing.
+        """Sends a text to process 0, which waits a few seconds for all and returns the texts; the others return {}.
 
-        Not a meeting: nobody waits for process 0, and process 0 does without those who leave no word.
+        Not a meeting: no process waits for process 0, and process 0 goes on without processes that send nothing.
         """
         home = f"{self._home}/handed_in"
 
@@ -230,41 +238,41 @@ class Session:
             while self._board.get(f"{home}_count") < self._processes and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(_PAUSES[1], pause * 1.5)
-            return {process: str(word["text"]) for process, word in self._board.read(home).items()}
+            return {process: str(sent["text"]) for process, sent in self._board.read(home).items()}
 
         return watched(work, lambda: self._board.answered + _HAND_IN_LIMIT)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others that this process is gone; the last one removes the session's keys. Never raises."""
-        self._board.close()  # a thread that is still at a meeting must not write what nobody would remove
+        """Publishes that this process has left; the last one removes the session's keys. Never raises."""
+        self._board.close()  # a thread that is still at a meeting must not write keys that no process would remove
         if self._left or (not self.id and not self._arriving):
             return
         self._left = True
         board = Board(self._board.client)
-        board.answered = self._board.answered  # a service that is silent already is not waited for again
-        why = "" if error is None else to_payload(error)["error"]
-        note: dict[str, Any] = {"why": why}
+        board.answered = self._board.answered  # do not wait again for a service that does not answer
+        why = "" if error is None else failure_to_json(error)["error"]
+        departure: dict[str, Any] = {"why": why}
         if isinstance(error, (errors.RestoreFailedError, errors.RestoreTimeoutError)):
-            note["verdict"] = to_verdict(error)
+            departure["restore_error"] = restore_error_to_json(error)
 
         def go() -> None:
             if not self.id:
                 self._withdraw(board, why)
                 return
-            board.put(f"{self._home}/left/{self._process}", note, self._most)
+            board.put(f"{self._home}/left/{self._process}", departure, self._most)
             if board.count(f"{self._home}/gone") == self._processes:
                 board.delete(self._home)
 
         try:
             watched(go, lambda: board.answered + _LEAVE_LIMIT)
         except Exception as error:
-            logging.warning("orbax_ext: could not tidy up after a meeting: %s", scrub(str(error)))
+            logging.warning("orbax_ext: could not remove the keys of a meeting: %s", redact(str(error)))
 
-    # Arriving and meeting, as seen by both sides.
+    # Arriving and meeting, on process 0 and on the others.
 
-    def _arrive(self, mine: Payload) -> dict[int, Payload]:
+    def _arrive(self, mine: Contribution) -> dict[int, Contribution]:
         home, reply = f"{self._subject}/in", f"{self._subject}/reply/{self._process}"
-        self._board.delete(reply)  # to an arrival that was given up
+        self._board.delete(reply)  # an old one, to an arrival that was given up
         self._board.put(f"{home}/{self._process}", {"nonce": self._nonce, "payload": mine, _CAME: time.time()})
         self._arriving = True
         try:
@@ -282,18 +290,18 @@ class Session:
         return found
 
     def _withdraw(self, board: Board, why: str) -> None:
-        """Nobody may count on this process any more, but those who still wait shall know that it was there."""
+        """Marks the arrival of this process as given up, so that those who still wait do not call it missing."""
         home = f"{self._subject}/in"
-        if why and self._process == _LEADER:  # without it nobody would tell the others until they give up
-            failure = errors.ProcessFailure(socket.gethostname(), "arrive", why)
-            self._reply_to_all(board, {"verdict": to_verdict(errors.RestoreFailedError({_LEADER: failure}))})
+        if why and self._process == _LEADER:  # otherwise the others would wait until they give up
+            error = errors.RestoreFailedError({_LEADER: errors.ProcessFailure(socket.gethostname(), "arrive", why)})
+            self._reply_to_all(board, {"restore_error": restore_error_to_json(error)})
         board.put(f"{home}/{self._process}", _GAVE_UP)
         if all(arrival == _GAVE_UP for arrival in board.read(home).values()):
             board.delete(home)
         board.delete(f"{self._subject}/reply/{self._process}")
         self._arriving = False
 
-    def _meet(self, mine: Payload) -> dict[int, Payload]:
+    def _meet(self, mine: Contribution) -> dict[int, Contribution]:
         self._meetings += 1
         home, out = f"{self._home}/in/{self._meetings}", f"{self._home}/out/{self._meetings}"
         self._board.put(f"{home}/{self._process}", {**mine, _CAME: time.time()})
@@ -301,7 +309,7 @@ class Session:
             try:
                 found = self._gather(home)
             except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-                self._publish(out, {"verdict": to_verdict(error)})
+                self._publish(out, {"restore_error": restore_error_to_json(error)})
                 raise
             self._board.delete(home)
             self._board.delete(f"{self._home}/out/{self._meetings - 1}")  # all are here, so all have read it
@@ -310,14 +318,14 @@ class Session:
             return found
         return wire.unpack(self._await(out, f"{self._home}/status", home))
 
-    # Process 0's side.
+    # On process 0.
 
     def _call_together(self, home: str) -> None:
-        """Gathers the arrivals and gives each a reply: the session's id, or who is missing."""
+        """Gathers the arrivals and replies to each: with the session's id, or with the error that names the missing."""
         try:
             arrivals = self._gather(home)
         except (errors.RestoreFailedError, errors.RestoreTimeoutError) as error:
-            self._reply_to_all(self._board, {"verdict": to_verdict(error)})
+            self._reply_to_all(self._board, {"restore_error": restore_error_to_json(error)})
             raise
         finally:
             self._board.delete(f"{self._subject}/status")
@@ -328,7 +336,7 @@ class Session:
         for process, arrival in arrivals.items():
             self._board.put(f"{self._subject}/reply/{process}/{arrival['nonce']}", self._stamped({"id": self.id}))
 
-    def _reply_to_all(self, board: Board, reply: Payload) -> None:
+    def _reply_to_all(self, board: Board, reply: Contribution) -> None:
         home = f"{self._subject}/in"
         replies = {
             process: f"{self._subject}/reply/{process}/{arrival['nonce']}"
@@ -337,16 +345,16 @@ class Session:
         }
         for key in replies.values():
             board.put(key, reply, self._most)
-        # One who has given up meanwhile may have removed its replies before this one came.
+        # A process that gave up meanwhile may have removed its replies before this one was set.
         still_there = self._standing(board.read(home))
         for key in [key for process, key in replies.items() if process not in still_there]:
             board.delete(key)
 
-    def _publish(self, key: str, value: Payload) -> None:
+    def _publish(self, key: str, value: Contribution) -> None:
         self._board.put(key, value, self._most)
 
     def _gather(self, home: str) -> dict[int, Any]:
-        """Waits for every process's contribution under `home`, telling the others how it goes."""
+        """Waits for the contributions of all processes under `home`; publishes the status for the others."""
         clock = _Clock(self._deadline)
         clock.note((0, self._advance))
         pause, longest = _PAUSES[0], min(_PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self._processes))
@@ -359,7 +367,7 @@ class Session:
                 self._last = _came_last(found, before)
                 return found
             before = found.keys()
-            failed = failures(found, self.hosts, self._phase) if self.id else {}
+            failed = failures_from_json(found, self.hosts, self._phase) if self.id else {}
             stall = min(self._limits.stall, self._look_every * _LOOKS) if failed else self._limits.stall
             if time.monotonic() - looked > self._look_every or clock.expired(stall):
                 looked = time.monotonic()
@@ -374,16 +382,16 @@ class Session:
     def _gave_up(
         self, found: Mapping[int, Any], missing: list[int], failed: dict[int, errors.ProcessFailure]
     ) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
-        """Those who are missing, or if others have failed already, these first."""
+        """Returns the error that names the missing processes, together with those that have failed already."""
         heard = {process: str(news) for process, news in self._heard.items()}
         if all(_ONLY_WAITED in found[process] for process in failed):
             return self._timeout(missing, heard)
-        late = {process: f"no outcome yet, {heard.get(process, 'nothing heard')}" for process in missing}
+        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
         failed |= {process: errors.ProcessFailure(self._host(process), self._phase, late[process]) for process in late}
         return errors.restore_failed(failed)
 
     def _tell_status(self, missing: list[int]) -> int:
-        """Publishes who is missing, and a number that grows as long as anybody advances; returns the number."""
+        """Publishes the missing processes and the total advance; returns the advance."""
         self._listen()
         named = missing[:_MAX_NAMES]
         news = {process: str(self._heard[process]) for process in named if process in self._heard}
@@ -392,18 +400,18 @@ class Session:
 
     @property
     def _advance(self) -> int:
-        """Grows as long as anybody is heard to advance."""
+        """A number that grows as long as any process reports progress."""
         return sum(news.done for news in self._heard.values()) + len(self._heard)
 
     def _listen(self) -> None:
-        """Reads the processes' progress."""
+        """Reads the progress that the processes have published."""
         if self.id:
             for process, report in self._board.read(f"{self._home}/progress").items():
                 before = self._heard.get(process)
                 if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
                     self._heard[process] = Heard(report["phase"], report["done"], time.monotonic())
 
-    # The others' side.
+    # On the other processes.
 
     def _await(self, key: str, status: str, home: str) -> Any:
         """Waits for process 0 to set `key`; `home` is where the contributions to this meeting are."""
@@ -412,8 +420,8 @@ class Session:
         while True:
             found = self._board.wait(key, self._look_every, self._most)
             if found is not None:
-                if "verdict" in found:
-                    raise from_verdict(found["verdict"])
+                if "restore_error" in found:
+                    raise restore_error_from_json(found["restore_error"])
                 self._last = found.get("last")
                 self._delays.append(time.time() - found.get("now", time.time()))
                 return found
@@ -423,7 +431,7 @@ class Session:
             except errors.RestoreError:
                 if self._board.get(key) is None:
                     raise
-                continue  # all have met since this process looked, and one of them has gone on its way
+                continue  # all have met since this process looked, and one of them has left since
             if report is not None:
                 news = report["news"]
                 clock.note((report["advance"], report["missing"]))
@@ -433,11 +441,11 @@ class Session:
             if clock.expired(self._limits.stall + _GRACE):
                 raise self._timeout(self._not_in(self._board.read(home)) or [_LEADER], news)
 
-    # Both sides.
+    # On all processes.
 
     @contextlib.contextmanager
     def _waiting(self, phase: str = "") -> Iterator[None]:
-        """Tells, if anybody wants to know, how long a meeting takes and who came last."""
+        """Passes the seconds that a meeting takes and the last process to arrive to `waited`."""
         came, self._last = time.monotonic(), None
         try:
             yield
@@ -445,41 +453,41 @@ class Session:
             if self._waited is not None:
                 self._waited(phase or self._phase, time.monotonic() - came, self._last)
 
-    def _stamped(self, value: Payload) -> Payload:
-        """A message from process 0, with the time by its clock and who came last."""
+    def _stamped(self, value: Contribution) -> Contribution:
+        """Returns a message of process 0 with the time by its clock and the last process to arrive."""
         return {**value, "last": self._last, "now": time.time()}
 
     @property
     def clock_offset(self) -> float:
-        """How many seconds this process's wall clock is ahead of process 0's, as far as messages can tell.
+        """Seconds that this process's wall clock is ahead of process 0's, estimated from messages.
 
-        A message's stamp is older than its arrival by the time it took, so the quickest one is believed. Clocks that
-        differ by no more than a message may take are taken to agree.
+        The difference between sending and receiving includes the time under way, so the smallest one is used. Clocks
+        that differ by no more than the duration of a message are taken as equal.
         """
         offset = min(self._delays, default=0.0)
         return 0.0 if 0 <= offset <= _MESSAGE else offset
 
     @staticmethod
     def _standing(found: Mapping[int, Any]) -> dict[int, Any]:
-        """The contributions that have not been taken back."""
+        """Returns the contributions that have not been withdrawn."""
         return {process: value for process, value in found.items() if value != _GAVE_UP}
 
     def _not_in(self, found: Collection[int]) -> list[int]:
         return [process for process in range(self._processes) if process not in found]
 
     def _tick(self) -> None:
-        """What a process does every so often while it works."""
+        """Publishes progress, and on process 0 the status. Called regularly while a process works."""
         if self._loop is not None and self._loop.is_closed():
-            # A KeyboardInterrupt ends Orbax's event loop, and what ran in it, without a word (0.12.0 and later).
+            # From Orbax 0.12.0 on, a KeyboardInterrupt closes the event loop without an error in what ran there.
             self.leave(InterruptedError("the restore was interrupted"))
             raise StopTicking
         self._tell_progress()
-        if self._process == _LEADER:  # the others may be waiting already, and want to know whether to go on
+        if self._process == _LEADER:  # the others may already be waiting: the status lets them go on
             self._tell_status(self._not_in(self._board.read(f"{self._home}/in/{self._meetings + 1}")))
 
-    def _tell_interrupted(self, mine: Payload) -> None:
+    def _tell_interrupted(self, mine: Contribution) -> None:
         key = f"{self._home}/in/{self._meetings + 1}/{self._process}"
-        with contextlib.suppress(Exception):  # those who wait will find that this process has left
+        with contextlib.suppress(Exception):  # those who wait see that this process has left
             watched(lambda: self._board.put(key, mine), lambda: self._board.answered + _LEAVE_LIMIT)
 
     def _tell_progress(self) -> None:
@@ -488,23 +496,23 @@ class Session:
         )
 
     def _raise_if_gone(self) -> None:
-        """Raises if a process has left the session, or will not come to it."""
+        """Raises if a process has left the session, or has announced that it will not arrive."""
         gone = self._board.read(f"{self._home}/left" if self.id else f"{self._subject}/absent", self._most)
-        for note in gone.values():
-            if "verdict" in note:  # it has left for a reason that is everybody's
-                raise from_verdict(note["verdict"])
+        for departure in gone.values():
+            if "restore_error" in departure:  # the error is raised on all processes
+                raise restore_error_from_json(departure["restore_error"])
         if gone:
             raise errors.RestoreFailedError(
                 {
                     process: errors.ProcessFailure(
-                        self._host(process), self._phase, str(note.get("why") or "left the restore early")
+                        self._host(process), self._phase, str(departure.get("why") or "left the restore early")
                     )
-                    for process, note in gone.items()
+                    for process, departure in gone.items()
                 }
             )
 
     def _watched(self, function: Callable[[], T]) -> T:
-        """Runs a function that talks to the service, and gives up if the service falls silent."""
+        """Runs a function that calls the service; raises `RestoreTimeoutError` if the service stops answering."""
         self._board.answered = time.monotonic()
         limit = self._limits.stall + _GRACE + _SILENCE
         try:
@@ -517,24 +525,27 @@ class Session:
 
     def _timeout(self, missing: Collection[int], heard: Mapping[Any, str]) -> errors.RestoreTimeoutError:
         phases = {int(process): text for process, text in heard.items() if int(process) in missing}
-        unheard = "nothing heard" if self.id else "has not come to this restore"
-        lines = [f"process {self._names([process])}: {phases.get(process, unheard)}" for process in missing]
+        unheard = "no report" if self.id else "has not arrived at this restore"
+        hosts = self._known_hosts
+        lines = [f"{text_lib.process(process, hosts)}: {phases.get(process, unheard)}" for process in missing]
         waited = time.monotonic() - self._started
         return errors.RestoreTimeoutError(
             f"gave up in phase {self._phase!r} after {waited:.0f} s ({self._limits}); missing:\n  "
             + "\n  ".join(lines)
-            + "\nThe logs of these processes say why; if they are only slow, raise the limit.",
+            + "\nLook for the reason in the log of each missing process; if it is only slow, raise the limit.",
             missing,
             phases,
         )
 
     def _names(self, processes: Collection[int]) -> str:
-        hosts = {**_hosts_met, **self.hosts}
-        shown = [f"{p} ({hosts[p]})" if p in hosts else str(p) for p in list(processes)[:_MAX_NAMES]]
-        return ", ".join(shown) + (" and more" if len(processes) > len(shown) else "")
+        return text_lib.processes(processes, self._known_hosts, _MAX_NAMES)
 
     def _host(self, process: int) -> str:
-        return self.hosts.get(process) or _hosts_met.get(process, "unknown host")
+        return self._known_hosts.get(process, "unknown host")
+
+    @property
+    def _known_hosts(self) -> dict[int, str]:
+        return {**_hosts_met, **self.hosts}
 
     @property
     def _home(self) -> str:
@@ -548,32 +559,32 @@ class Session:
 def open_session(
     subject: str, limits: Limits, done: Callable[[], int] = lambda: 0, waited: Waited | None = None
 ) -> Session:
-    """A session of all processes of this job."""
-    client = runtime.coordination_client() if jax.process_count() > 1 else LonelyClient()
+    """Returns a session of all processes of this job."""
+    client = runtime.coordination_client() if jax.process_count() > 1 else LocalClient()
     return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
 
 
-def gather(subject: str, mine: Payload, limits: Limits) -> dict[int, Payload]:
-    """One meeting of all processes of this job: waits for all, returns what each brought."""
+def gather(subject: str, mine: Contribution, limits: Limits) -> dict[int, Contribution]:
+    """Holds one meeting of all processes of this job; returns their contributions."""
     with open_session(subject, limits) as session:
         return session.arrive(mine)
 
 
 def tell_absent(subject: str, error: BaseException) -> None:
-    """Tells those who wait in `arrive` that this process will not come to the next session of that subject."""
+    """Announces to those who wait in `arrive` that this process will not arrive at the next session of that subject."""
     if jax.process_count() > 1:
         key = f"{_PREFIX}/{subject}/absent/{jax.process_index()}"
-        Board(runtime.coordination_client()).put(key, {"why": to_payload(error)["error"]})
+        Board(runtime.coordination_client()).put(key, {"why": failure_to_json(error)["error"]})
 
 
 def withdraw_absent(subject: str) -> None:
-    """Takes `tell_absent` back, once all have ended the session that it was about."""
+    """Withdraws what `tell_absent` announced, after all processes have ended that session."""
     if jax.process_count() > 1:
         Board(runtime.coordination_client()).delete(f"{_PREFIX}/{subject}/absent/{jax.process_index()}")
 
 
 def _came_last(found: Mapping[int, Mapping[str, Any]], before: Collection[int]) -> int:
-    """Of those who came since process 0 looked before, the one that came last by its own clock."""
+    """Returns the process that arrived last by its own clock, among those that process 0 had not seen `before`."""
     new = [process for process in found if process not in before]
     return max(new, key=lambda process: (found[process].get(_CAME, 0.0), process))
 
@@ -583,7 +594,7 @@ def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """Tells when waiting has lasted long enough, and when to log that one waits."""
+    """Decides when waiting has lasted too long, and when to log that this process waits."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -601,4 +612,4 @@ class _Clock:
     def log_waiting(self, phase: str, missing: str) -> None:
         if time.monotonic() - self._logged > _LOG_EVERY:
             self._logged = time.monotonic()
-            logging.info("orbax_ext: %s: waiting for process %s", phase, missing)
+            logging.info("orbax_ext: %s: waiting for %s", phase, missing)

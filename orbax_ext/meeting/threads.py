@@ -1,7 +1,7 @@
-"""Waiting for blocking calls, within a limit.
+"""Blocking calls with a time limit.
 
-All threads here are daemons: one that is stuck in a collective or in a call to a service that is gone must keep
-neither the event loop nor the process from ending, as the threads of asyncio's own executor would.
+All threads here are daemons. A thread that is stuck in a collective, or in a call to a service that is gone, must not
+keep the event loop or the process from ending, as a thread of asyncio's own executor would.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from absl import logging
 
 T = TypeVar("T")
 
-_SHORT, _LONG = 0.5, 60.0
+_SHORT, _LONG = 0.5, 60.0  # seconds: bounds of one wait, because the deadline may move
 
 
 class StopTicking(Exception):  # noqa: N818, like StopIteration
-    """Raised by a ticker's function that has nothing more to do."""
+    """Raised by a ticker's function to end the ticker."""
 
 
 class GivenUpError(Exception):
-    """A call did not come back in time; its thread was left to itself."""
+    """A call did not return in time. Its thread was abandoned."""
 
 
 async def in_thread(function: Callable[..., T], *args: Any, limit: float | None = None) -> T:
-    """Calls a blocking function in a thread of its own and waits for it, `limit` seconds at most (`TimeoutError`)."""
+    """Calls a blocking function in its own thread; raises `TimeoutError` if it takes longer than `limit` seconds."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def deliver(setter: Callable[[Any], None], value: Any) -> None:
-        def set_if_waited_for() -> None:
+        def set_if_awaited() -> None:
             if not done.done():
                 setter(value)
 
         if not loop.is_closed():
-            loop.call_soon_threadsafe(set_if_waited_for)
+            loop.call_soon_threadsafe(set_if_awaited)
 
     def call() -> None:
         try:
@@ -52,36 +52,36 @@ async def in_thread(function: Callable[..., T], *args: Any, limit: float | None 
     try:
         return await asyncio.wait_for(done, limit)
     except TimeoutError:
-        if done.done() and not done.cancelled():  # the function's own
+        if done.done() and not done.cancelled():  # raised by the function itself
             raise
         raise TimeoutError(f"{getattr(function, '__name__', 'a call')} did not finish within {limit:g} s") from None
 
 
 def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
-    """Calls a blocking function in a thread of its own until `deadline()`, which may move on meanwhile."""
-    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    """Calls a blocking function in its own thread; raises `GivenUpError` after `deadline()`, which may move."""
+    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def call() -> None:
         try:
-            answer.put((True, function()))
+            outcome.put((True, function()))
         except BaseException as error:
-            answer.put((False, error))
+            outcome.put((False, error))
 
     _start(call, "watched call")
     while True:
         try:
-            good, value = answer.get(timeout=min(max(_SHORT, deadline() - time.monotonic()), _LONG))
+            succeeded, value = outcome.get(timeout=min(max(_SHORT, deadline() - time.monotonic()), _LONG))
         except queue.Empty:
             if time.monotonic() > deadline():
                 raise GivenUpError from None
             continue
-        if good:
+        if succeeded:
             return value
         raise value
 
 
 class Ticker:
-    """Calls a function every so often, in a thread of its own, as long as a `with` block lasts."""
+    """Calls a function every `every` seconds, in its own thread, as long as a `with` block lasts."""
 
     def __init__(self, function: Callable[[], None], every: float) -> None:
         self._function = function
@@ -96,7 +96,7 @@ class Ticker:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(_SHORT)  # so that nothing is published afterwards, unless the service is stuck
+        self._thread.join(_SHORT)  # nothing may be published afterwards; a stuck service is not waited for
 
     def _tick(self) -> None:
         while not self._stop.wait(self._every):
@@ -104,18 +104,19 @@ class Ticker:
                 self._function()
             except StopTicking:
                 return
-            except Exception as error:  # those who wait for news will do without
+            except Exception as error:  # progress is optional: the restore goes on
                 logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
 
 
 class Turn:
-    """A lock for coroutines of different event loops; one whose loop has been closed holds it no longer."""
+    """A lock for coroutines of different event loops. A loop that is closed no longer holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: asyncio.AbstractEventLoop | None = None
 
     def take(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Takes the lock for a loop; returns False if it is held."""
         with self._lock:
             if self._holder is not None and not self._holder.is_closed():
                 return False
@@ -123,6 +124,7 @@ class Turn:
             return True
 
     def give_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Releases the lock, if the loop still holds it."""
         with self._lock:
             if self._holder is loop:
                 self._holder = None

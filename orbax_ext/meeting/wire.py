@@ -1,4 +1,4 @@
-"""What all processes brought to a meeting, in few words: what most of them say is said once. Pure."""
+"""What processes send each other, as JSON: contributions to a meeting, failures and errors. Pure."""
 
 from __future__ import annotations
 
@@ -11,85 +11,89 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_ext import errors
-from orbax_ext.redact import scrub, sendable
+from orbax_ext.redact import redact, sendable
 
-Payload = Mapping[str, Any]
+Contribution = Mapping[str, Any]  # what one process brings to a meeting; must survive JSON
 
-MAX_ERROR = 4096  # characters of a message that goes to every process
+# Characters of one failure, which is sent to every process: together they fit into one contribution.
+MAX_ERROR = 4096
 _MAX_TRACEBACK = 16384
 
 
-def pack(found: Mapping[int, Payload]) -> dict[str, Any]:
-    """The contributions as one JSON value; `unpack` makes them again."""
-    usual = {key: _most_common(key, found) for key in sorted({key for each in found.values() for key in each})}
+def pack(contributions: Mapping[int, Contribution]) -> dict[str, Any]:
+    """Returns all contributions as one JSON value, in which a value that most processes share stands once."""
+    keys = sorted({key for own in contributions.values() for key in own})
+    usual = {key: _most_common(key, contributions) for key in keys}
     others, lacking = {}, {}
-    for process, each in found.items():
-        own = {key: value for key, value in each.items() if value != usual[key]}
-        missing = [key for key in usual if key not in each]
-        if own:
-            others[str(process)] = own
-        if missing:
-            lacking[str(process)] = missing
+    for process, own in contributions.items():
+        unusual = {key: value for key, value in own.items() if value != usual[key]}
+        absent = [key for key in usual if key not in own]
+        if unusual:
+            others[str(process)] = unusual
+        if absent:
+            lacking[str(process)] = absent
+    numbers = sorted(contributions)
     return {
-        "processes": len(found) if sorted(found) == list(range(len(found))) else sorted(found),
+        "processes": len(numbers) if numbers == list(range(len(numbers))) else numbers,
         "usual": usual,
         "others": others,
         "lacking": lacking,
     }
 
 
-def unpack(packed: Mapping[str, Any]) -> dict[int, Payload]:
+def unpack(packed: Mapping[str, Any]) -> dict[int, Contribution]:
+    """Returns the contributions that `pack` was given."""
     processes: int | list[int] = packed["processes"]
-    found: dict[int, Payload] = {}
+    contributions: dict[int, Contribution] = {}
     for process in range(processes) if isinstance(processes, int) else processes:
         lacking = packed["lacking"].get(str(process), ())
         usual = {key: value for key, value in packed["usual"].items() if key not in lacking}
-        found[int(process)] = {**usual, **packed["others"].get(str(process), {})}
-    return found
+        contributions[int(process)] = {**usual, **packed["others"].get(str(process), {})}
+    return contributions
 
 
-def _most_common(key: str, found: Mapping[int, Payload]) -> Any:
-    texts = Counter(json.dumps(each[key], sort_keys=True) for each in found.values() if key in each)
-    return json.loads(texts.most_common(1)[0][0])
+def _most_common(key: str, contributions: Mapping[int, Contribution]) -> Any:
+    values = Counter(json.dumps(own[key], sort_keys=True) for own in contributions.values() if key in own)
+    return json.loads(values.most_common(1)[0][0])
 
 
-def to_payload(error: BaseException) -> dict[str, str]:
-    """An error as text for the other processes: cut to size, without secrets."""
-    trace = sendable(scrub("".join(traceback.format_exception(error))))
-    cut_off = isinstance(error, (asyncio.CancelledError, GeneratorExit))
-    text = sendable(scrub(f"{type(error).__name__}: {'the restore was interrupted' if cut_off else error}"))
-    return {"error": text[:MAX_ERROR], "traceback": trace[-_MAX_TRACEBACK:], "kind": errors.builtin_kind(error)}
-
-
-def failures(
-    outcomes: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str], phase: str
-) -> dict[int, errors.ProcessFailure]:
-    """What went wrong, among the outcomes that all processes brought to a meeting."""
+def failure_to_json(error: BaseException) -> dict[str, str]:
+    """Returns an error of this process for the others: without secrets, and cut to size."""
+    interrupted = isinstance(error, (asyncio.CancelledError, GeneratorExit))  # which have no message of their own
+    message = f"{type(error).__name__}: {'the restore was interrupted' if interrupted else error}"
+    trace = "".join(traceback.format_exception(error))
     return {
-        process: errors.ProcessFailure(
-            hosts[process],
-            phase,
-            str(outcome["error"]),
-            str(outcome.get("traceback", "")),
-            str(outcome.get("kind", "")),
-        )
-        for process, outcome in outcomes.items()
-        if "error" in outcome
+        "error": sendable(redact(message))[:MAX_ERROR],
+        "traceback": sendable(redact(trace))[-_MAX_TRACEBACK:],
+        "kind": errors.builtin_kind(error),
     }
 
 
-def to_verdict(error: errors.RestoreFailedError | errors.RestoreTimeoutError) -> dict[str, Any]:
-    """An error that one process has found for all, as plain data."""
+def failures_from_json(
+    contributions: Mapping[int, Contribution], hosts: Mapping[int, str], phase: str
+) -> dict[int, errors.ProcessFailure]:
+    """Returns the failures among the contributions to a meeting."""
+    return {
+        process: errors.ProcessFailure(
+            hosts[process], phase, str(own["error"]), str(own.get("traceback", "")), str(own.get("kind", ""))
+        )
+        for process, own in contributions.items()
+        if "error" in own
+    }
+
+
+def restore_error_to_json(error: errors.RestoreFailedError | errors.RestoreTimeoutError) -> dict[str, Any]:
+    """Returns an error that one process raises on behalf of all, for the others to raise."""
     if isinstance(error, errors.RestoreTimeoutError):
         return {"message": str(error), "missing": error.missing, "phases": error.phases}
     return {"failures": {process: dataclasses.astuple(failure) for process, failure in error.failures.items()}}
 
 
-def from_verdict(verdict: Mapping[str, Any]) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
-    """The same error on another process."""
-    if "failures" in verdict:
+def restore_error_from_json(value: Mapping[str, Any]) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
+    """Returns the error that `restore_error_to_json` was given."""
+    if "failures" in value:
         return errors.restore_failed(
-            {int(p): errors.ProcessFailure(*map(str, f)) for p, f in verdict["failures"].items()}
+            {int(process): errors.ProcessFailure(*map(str, fields)) for process, fields in value["failures"].items()}
         )
-    phases = {int(process): str(text) for process, text in verdict["phases"].items()}
-    return errors.RestoreTimeoutError(str(verdict["message"]), [int(process) for process in verdict["missing"]], phases)
+    phases = {int(process): str(phase) for process, phase in value["phases"].items()}
+    return errors.RestoreTimeoutError(str(value["message"]), [int(process) for process in value["missing"]], phases)

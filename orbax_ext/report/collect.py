@@ -17,7 +17,7 @@ from absl import logging
 from orbax_ext.meeting.session import Session
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Traffic, traffic_by_group
-from orbax_ext.redact import scrub
+from orbax_ext.redact import redact
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.report import ProcessReport, RestoreReport, publish, strategies
 from orbax_ext.report.spans import Span, seconds_by_phase
@@ -41,7 +41,7 @@ def recorded() -> Iterator[Recorder]:
     try:
         yield recorder
     except BaseException as caught:
-        error = scrub(f"{type(caught).__name__}: {caught}")
+        error = redact(f"{type(caught).__name__}: {caught}")
         raise
     finally:
         try:
@@ -58,7 +58,7 @@ async def collect(session: Session, recorder: Recorder) -> None:
     try:
         handed_in = await in_thread(session.hand_in, pack(own(recorder), jax.process_count()))
     except Exception as error:  # the arrays are there: a report is not worth a restore
-        logging.warning("orbax_ext: no report of all processes: %s", scrub(str(error)))
+        logging.warning("orbax_ext: no report of all processes: %s", redact(str(error)))
         return
     recorder.add_reports(_unpacked(handed_in))
 

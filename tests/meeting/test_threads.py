@@ -9,12 +9,12 @@ import pytest
 from orbax_ext.meeting import threads
 
 
-def test_a_call_that_takes_too_long_is_given_up_with_its_name() -> None:
+def test_a_call_that_takes_too_long_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"sleep did not finish within 0\.1 s"):
         asyncio.run(threads.in_thread(time.sleep, 5, limit=0.1))
 
 
-def test_a_time_out_of_the_call_itself_is_passed_on() -> None:
+def test_a_timeout_raised_by_the_call_itself_is_passed_on() -> None:
     def fail() -> None:
         raise TimeoutError("its own")
 
@@ -27,7 +27,7 @@ def test_a_watched_call_is_given_up_at_the_deadline() -> None:
         threads.watched(lambda: time.sleep(60), lambda: 0.0)
 
 
-def test_a_ticker_goes_on_after_an_error_and_ends_when_told() -> None:
+def test_a_ticker_goes_on_after_an_error_until_it_is_stopped() -> None:
     calls, ended = [], threading.Event()
 
     def tick() -> None:
@@ -35,7 +35,7 @@ def test_a_ticker_goes_on_after_an_error_and_ends_when_told() -> None:
         if len(calls) == 3:
             ended.set()
             raise threads.StopTicking
-        raise ValueError("passing trouble")
+        raise ValueError("temporary")
 
     with threads.Ticker(tick, every=0.01):
         assert ended.wait(30)
@@ -43,7 +43,7 @@ def test_a_ticker_goes_on_after_an_error_and_ends_when_told() -> None:
     assert len(calls) == 3
 
 
-def test_a_turn_is_taken_by_one_loop_until_it_is_given_back() -> None:
+def test_a_turn_is_held_by_one_loop_until_it_is_given_back() -> None:
     turn, first, second = threads.Turn(), asyncio.new_event_loop(), asyncio.new_event_loop()
     assert turn.take(first)
     assert not turn.take(second)
@@ -54,11 +54,11 @@ def test_a_turn_is_taken_by_one_loop_until_it_is_given_back() -> None:
     second.close()
 
 
-def test_a_loop_that_was_closed_holds_its_turn_no_longer() -> None:
+def test_a_closed_loop_no_longer_holds_its_turn() -> None:
     turn, first, second = threads.Turn(), asyncio.new_event_loop(), asyncio.new_event_loop()
     assert turn.take(first)
     first.close()
     assert turn.take(second)
-    turn.give_back(first)  # too late: it is not its turn any more
+    turn.give_back(first)  # too late: it no longer holds the turn
     assert not turn.take(second)
     second.close()

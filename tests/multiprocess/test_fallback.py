@@ -63,7 +63,7 @@ def test_when_no_step_is_valid_the_error_names_them_all(team: lab.Cluster, steps
     texts = {str(outcome.failure) for outcome in team.outcomes(restore_latest, steps)}
     assert len(texts) == 1, texts
     text = texts.pop()
-    assert text.startswith("RestoreError: none of 3 steps in ")
+    assert text.startswith("RestoreError: tried 3 steps in ")
     assert all(f"step {step}: restore failed on" in text for step in (1, 2, 3))
 
 

@@ -57,7 +57,7 @@ def test_a_process_that_does_not_come_is_named_by_all(waits: dict[str, list[str]
     for text in others:
         assert text.startswith("RestoreTimeoutError")
         assert "process 3 (" in text
-        assert "has not come to this restore" in text
+        assert "has not arrived at this restore" in text
         assert "process 1" not in text
 
 

@@ -229,7 +229,7 @@ def share_what_fails_first() -> str:
         return "done by itself"
 
     try:
-        return once.Board(client, "test of once", jax.process_index(), 60.0).once("some work", work)
+        return once.SharedResults(client, "test of once", jax.process_index(), 60.0).once("some work", work)
     except OSError:
         return "failed"
 
@@ -246,7 +246,7 @@ def share_a_long_result() -> int:
         client.key_value_increment("long tries", 1)
         return "long" * once._MAX_PART
 
-    result = once.Board(client, "test of once", jax.process_index(), 60.0).once("long work", work)
+    result = once.SharedResults(client, "test of once", jax.process_index(), 60.0).once("long work", work)
     assert result == "long" * once._MAX_PART
     tries: int = client.key_value_increment("long tries", 0)
     return tries

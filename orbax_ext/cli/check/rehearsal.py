@@ -24,9 +24,9 @@ from orbax_ext.cli.check.verdict import Facts, Told
 from orbax_ext.cli.doctor import installation
 from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.meeting.wire import failures, to_payload
+from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.plan.forecast import described, notation
-from orbax_ext.redact import scrub
+from orbax_ext.redact import redact
 from orbax_ext.registration import pytree_handler
 from orbax_ext.report.report import last_report, publish
 from orbax_ext.storage import checkpoint, counters, s3
@@ -64,7 +64,7 @@ def rehearse(request: Request) -> Facts:
                 facts = _rehearse_item(session, request, item, facts)
     except Exception as error:
         words_for_it = str(error) if isinstance(error, errors.RestoreError) else f"{type(error).__name__}: {error}"
-        return dataclasses.replace(facts, error=scrub(words_for_it))
+        return dataclasses.replace(facts, error=redact(words_for_it))
     return facts
 
 
@@ -129,8 +129,8 @@ def _restore(
     except errors.RestoreError:
         raise  # on all processes alike
     except Exception as error:
-        failure = to_payload(error)
-    failed = failures(session.meet("restore", failure), session.hosts, "restore")
+        failure = failure_to_json(error)
+    failed = failures_from_json(session.meet("restore", failure), session.hosts, "restore")
     if failed:
         raise errors.restore_failed(failed)
     last = last_report()

@@ -25,7 +25,7 @@ import jax
 from absl import logging
 
 from orbax_ext.errors import RestoreTimeoutError
-from orbax_ext.meeting.once import Board
+from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
 from orbax_ext.storage.s3 import errors
 from orbax_ext.storage.s3 import settings as settings_lib
@@ -148,7 +148,7 @@ def _files() -> Any:
 
 
 @contextlib.contextmanager
-def _shared_board(root: str) -> Iterator[Board | None]:
+def _shared_board(root: str) -> Iterator[SharedResults | None]:
     """A board for all processes that restore from `root`; None if they do not all come."""
     session = open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits())
     with session:
@@ -159,7 +159,7 @@ def _shared_board(root: str) -> Iterator[Board | None]:
             yield None
             return
         home = f"orbax_ext/session/{session.id}/once"  # removed with the session
-        yield Board(coordination_client(), home, jax.process_index(), _SHARE_LIMIT)
+        yield SharedResults(coordination_client(), home, jax.process_index(), _SHARE_LIMIT)
 
 
 class _Store:
