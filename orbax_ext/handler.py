@@ -26,7 +26,7 @@ from orbax_ext.plan.planner import digest, largest_lane_batch
 from orbax_ext.report import progress
 from orbax_ext.report.collect import collect, recorded
 from orbax_ext.report.recorder import Recorder
-from orbax_ext.report.report import summarize
+from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
 from orbax_ext.transfer import memory as budget_lib
 from orbax_ext.transfer.executor import Execution
@@ -200,5 +200,5 @@ def _log_direct(request: Request, plan: RestorePlan) -> None:
             "orbax_ext: %d of %d leaves are read the ordinary way: %s",
             len(named),
             len(request.leaf_requests),
-            summarize(named),
+            direct_reasons(named),
         )

@@ -13,7 +13,7 @@ import jax
 
 from orbax_ext.meeting.session import Session
 from orbax_ext.plan import MeshInfo, RestorePlan
-from orbax_ext.report.report import ProcessReport
+from orbax_ext.report.process_report import ProcessReport
 from orbax_ext.report.spans import Span
 from orbax_ext.storage import counters
 
