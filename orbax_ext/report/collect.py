@@ -28,7 +28,7 @@ from orbax_ext.storage import s3
 
 # Characters that processes send to process 0, which reads all of them at once from the coordination service.
 _ALL_PACKED = 2 << 20  # all processes together
-_MOST_PACKED = 32 << 10  # one process, if there are few: the service takes no more than 64 Ki
+_MOST_PACKED = 32 << 10  # one process, if there are few: half of what a message may hold
 _LEAST_PACKED = 1 << 10  # one process, however many there are: its totals and a few spans
 _MOST_UNPACKED = 1 << 20  # bytes of one report, so that a damaged one cannot fill the memory of process 0
 _MOST_SPANS = 5000  # of a process's own report, which stays in memory until the next restore

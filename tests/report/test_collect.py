@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import types
 import zlib
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
 import orbax_ext
+from orbax_ext.plan import RestorePlan
 from orbax_ext.report import collect
 from orbax_ext.report.collect import pack, unpack, unpack_others
 from orbax_ext.report.process_report import ProcessReport
@@ -56,6 +59,22 @@ def test_bytes_of_the_plan_are_zero_before_there_is_one() -> None:
     report = collect.make_process_report(recorder)
     assert (report.bytes_received, report.bytes_sent) == (0, 0)
     assert [span.bytes for span in report.spans] == [0]
+
+
+@pytest.mark.parametrize(
+    ("because", "strategy"),
+    [("", "spread"), ("storage is slow", "spread: storage is slow")],
+    ids=["asked for", "chosen"],
+)
+def test_every_leaf_has_its_strategy_and_the_reason(because: str, strategy: str) -> None:
+    plan = types.SimpleNamespace(
+        strategy="spread",
+        because=because,
+        leaves=[types.SimpleNamespace(name=name) for name in "abc"],
+        groups=[types.SimpleNamespace(leaves=[0]), types.SimpleNamespace(leaves=[2])],
+        direct={1: "it is small"},
+    )
+    assert collect.strategies(cast(RestorePlan, plan)) == {"a": strategy, "b": "direct: it is small", "c": strategy}
 
 
 @pytest.mark.parametrize("processes", [1, 64, 512, 4096])

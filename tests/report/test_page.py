@@ -282,11 +282,12 @@ def test_pointing_at_a_label_shows_the_figures_of_the_process(show: Any, browser
 
 def test_the_tables_name_phases_processes_and_strategies(show: Any, browser: Browser) -> None:
     show(reports.make_report(4, slow=SLOW))
-    tables = browser.run(
-        "return Object.fromEntries([...document.querySelectorAll('#tables section')].map(section => ["
+    titles_and_rows = browser.run(
+        "return [...document.querySelectorAll('#tables section')].map(section => ["
         "section.querySelector('h2, summary').innerText, "
-        "[...section.querySelectorAll('tbody tr')].map(row => [...row.children].map(cell => cell.innerText))]))"
+        "[...section.querySelectorAll('tbody tr')].map(row => [...row.children].map(cell => cell.innerText))])"
     )
+    tables = dict(titles_and_rows)
     assert list(tables) == ["Critical path by phase", "Processes that others waited for", "Strategies", "All processes"]
     assert tables["Critical path by phase"][0][0] == "read"
     assert tables["Critical path by phase"][0][3] == f"process {SLOW} (host-0)"

@@ -33,8 +33,8 @@ def test_timed_returns_the_result_of_its_work() -> None:
     async def work() -> int:
         return 7
 
-    assert asyncio.run(recorder.timed("compile", work(), note="first")) == 7
-    assert [(span.phase, span.note) for span in recorder.spans] == [("compile", "first")]
+    assert asyncio.run(recorder.timed("compile", work(), group=3)) == 7
+    assert [(span.phase, span.group) for span in recorder.spans] == [("compile", 3)]
 
 
 def test_a_followed_future_is_recorded_when_it_is_done() -> None:
