@@ -22,7 +22,7 @@ from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
-from orbax_ext.report.report import summarize
+from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
@@ -190,5 +190,5 @@ def _log_direct(request: Request, plan: RestorePlan) -> None:
             "orbax_ext: %d of %d leaves are read directly: %s",
             len(reasons),
             len(request.leaf_requests),
-            summarize(reasons),
+            direct_reasons(reasons),
         )

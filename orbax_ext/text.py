@@ -1,4 +1,4 @@
-"""Figures, lists, names and tables as people read them. Pure."""
+"""Sizes, durations, counts, lists, process names and tables as text. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def seconds(value: float) -> str:
     """Returns a duration: "12 ms", "3.4 s", "2 minutes and 5 seconds"."""
     if value < 0.001:
         return "< 1 ms"
-    if value < 1:
+    if round(value, 3) < 1:
         return f"{value * 1000:.0f} ms"
     if value < 100:
         return f"{value:.1f} s"
@@ -26,22 +26,24 @@ def seconds(value: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
+    """Returns a part of a whole: "25%", or "-" if the whole is nothing."""
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
 def shape(sizes: Sequence[int]) -> str:
+    """Returns the shape of an array: "8x16", or "()" for a scalar."""
     return "x".join(map(str, sizes)) if sizes else "()"
 
 
 def count(number: int, noun: str) -> str:
-    """Returns a number with its noun: "1 leaf", "2 leaves", "3 steps"."""
+    """Returns a number with its noun: "1 leaf", "2,000 leaves"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {_PLURALS.get(noun, noun + 's')}"
 
 
 def listing(names: Iterable[object], most: int = 3) -> str:
-    """Returns the first few names: "a, b, c and 4 more"."""
+    """Returns the first `most` names: "a, b, c and 4 more"."""
     listed = [str(name) for name in names]
     shown = ", ".join(listed[:most])
     return shown if len(listed) <= most else f"{shown} and {len(listed) - most:,} more"
@@ -65,7 +67,7 @@ def mesh(axes: Mapping[str, int]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> str:
-    """Returns columns of equal width; those numbered in `right` are flush right."""
+    """Returns a table with aligned columns; the columns whose numbers are in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def _analysis(report: RestoreReport) -> dict[str, Any]:
-    lanes = timeline.lanes(report)
+    lanes = timeline.make_lanes(report)
     path = timeline.critical_path(lanes)
     return {
         "error": report.error,
@@ -75,8 +75,8 @@ def _analysis(report: RestoreReport) -> dict[str, Any]:
         "groups": report.groups,
         "critical_path": [{"process": step.process, **lanes[step.process][step.span].to_dict()} for step in path],
         "waited_for": [
-            {"process": blame.process, "seconds": blame.seconds, "by": blame.waiters}
-            for blame in timeline.blames(lanes)
+            {"process": wait.process, "seconds": wait.seconds, "by": wait.waiters}
+            for wait in timeline.most_waited_for(lanes)
         ],
         "members": [
             {key: value for key, value in member.to_dict().items() if key != "spans"}
@@ -86,15 +86,14 @@ def _analysis(report: RestoreReport) -> dict[str, Any]:
 
 
 def _lines(report: RestoreReport) -> list[str]:
-    lanes = timeline.lanes(report)
+    lanes = timeline.make_lanes(report)
     on_path: dict[tuple[str, int], float] = {}
     for step in timeline.critical_path(lanes):
         key = (lanes[step.process][step.span].phase, step.process)
         on_path[key] = on_path.get(key, 0.0) + step.end - step.start
     most = sorted(on_path.items(), key=lambda item: -item[1])[:5]
     lines = ["critical path: " + ", ".join(f"{phase} on process {p} {s:.2f} s" for (phase, p), s in most)]
-    blames = timeline.blames(lanes)[:3]
-    if blames:
-        told = [f"process {b.process} by {b.waiters} ({b.seconds:.2f} s in all)" for b in blames]
-        lines.append("waited for: " + ", ".join(told))
+    waits = [f"process {w.process} by {w.waiters} ({w.seconds:.2f} s in all)" for w in timeline.most_waited_for(lanes)]
+    if waits:
+        lines.append("waited for: " + ", ".join(waits[:3]))
     return lines

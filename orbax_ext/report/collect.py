@@ -1,4 +1,4 @@
-"""From what was recorded to a report: figures of this process, the others' if it is process 0, JAX's events."""
+"""From what was recorded to a report: the part of this process and, on process 0, the parts of all others."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 from absl import logging
 
+from orbax_ext import text as text_lib
 from orbax_ext.meeting.session import Session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.plan import Traffic, traffic_by_group
+from orbax_ext.plan import RestorePlan, Traffic, traffic_by_group
 from orbax_ext.redact import redact
-from orbax_ext.report.recorder import Recorder
-from orbax_ext.report.report import ProcessReport, RestoreReport, publish, strategies
+from orbax_ext.report import events
+from orbax_ext.report.process_report import DAMAGE, ProcessReport
+from orbax_ext.report.recorder import PlannedRestore, Recorder
+from orbax_ext.report.report import RestoreReport, publish
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import s3
 
-_ALL_WORDS = 2 << 20  # characters that the processes hand in to process 0, in all
-_MOST_WORDS = 32 << 10  # and each of them
-_LEAST_WORDS = 1 << 10
-_UNPACKED = 1 << 20  # bytes that one process's report may be unpacked to
-_MOST_SPANS = 5000  # that a process keeps for itself
-_ORBAX_EVENTS = {
-    "read": "primary_replica_deserialization_duration_secs",
-    "exchange": "broadcast_duration_secs",
-}
+# Characters that processes send to process 0, which reads all of them at once from the coordination service.
+_ALL_PACKED = 2 << 20  # all processes together
+_MOST_PACKED = 32 << 10  # one process, if there are few: half of what a message may hold
+_LEAST_PACKED = 1 << 10  # one process, however many there are: its totals and a few spans
+_MOST_UNPACKED = 1 << 20  # bytes of one report, so that a damaged one cannot fill the memory of process 0
+_MOST_SPANS = 5000  # of a process's own report, which stays in memory until the next restore
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recorder]:
-    """Records a restore; its report, also that of one that fails, is `last_report()` afterwards."""
+    """Records a restore and publishes its report, also if the restore fails, as `last_report()`."""
     recorder, error = Recorder(), ""
     try:
         yield recorder
@@ -45,31 +45,44 @@ def recorded() -> Iterator[Recorder]:
         raise
     finally:
         try:
-            finished = _report(recorder, error)
-            publish(finished)
-            emit(finished)
-            logging.info("orbax_ext: %s", finished.headline())
-        except Exception as trouble:  # a report is not worth a restore
-            logging.warning("orbax_ext: no report of this restore: %s", trouble)
+            report = make_report(recorder, error)
+            publish(report)
+            events.record(report)
+            logging.info("orbax_ext: %s", report.headline())
+        except Exception as failure:  # a missing report must not fail a restore
+            logging.warning("orbax_ext: no report of this restore: %s", failure)
 
 
 async def collect(session: Session, recorder: Recorder) -> None:
-    """Hands this process's report in to process 0, which keeps all of them; takes a few seconds at most."""
+    """Sends this process's report to process 0, which keeps all that arrive; takes a few seconds at most."""
     try:
-        handed_in = await in_thread(session.hand_in, pack(own(recorder), jax.process_count()))
-    except Exception as error:  # the arrays are there: a report is not worth a restore
-        logging.warning("orbax_ext: no report of all processes: %s", redact(str(error)))
+        packed = await in_thread(session.hand_in, pack(make_process_report(recorder), jax.process_count()))
+    except Exception as failure:  # the arrays are restored: a missing report must not fail them
+        logging.warning("orbax_ext: no report of all processes: %s", redact(str(failure)))
         return
-    recorder.add_reports(_unpacked(handed_in))
+    recorder.add_reports(unpack_others(packed, jax.process_index()))
 
 
-def own(recorder: Recorder) -> ProcessReport:
-    """What this process did so far."""
-    planned, process = recorder.plan, jax.process_index()
-    moved = [] if planned is None else traffic_by_group(planned.plan, planned.meshes, process)
+def make_report(recorder: Recorder, error: str) -> RestoreReport:
+    """Returns the report of a restore that ended, with `error` if it failed."""
+    own, planned = make_process_report(recorder), recorder.plan
+    return RestoreReport(
+        process=own.process,
+        processes=jax.process_count(),
+        members={own.process: own, **recorder.other_reports},
+        leaves=planned.leaves if planned else 0,
+        groups=len(planned.plan.groups) if planned else 0,
+        strategy=strategies(planned.plan) if planned else {},
+        error=error,
+    )
+
+
+def make_process_report(recorder: Recorder) -> ProcessReport:
+    """Returns what this process has done so far."""
+    process, usage = jax.process_index(), s3.restore_usage()
+    moved = _moved(recorder.plan, process)
     spans = sorted((_with_bytes(span, moved) for span in recorder.spans), key=lambda span: span.start)
-    usage = s3.restore_usage()
-    found = ProcessReport(
+    report = ProcessReport(
         process=process,
         host=socket.gethostname(),
         started=recorder.started,
@@ -83,64 +96,54 @@ def own(recorder: Recorder) -> ProcessReport:
         device_peak_bytes=max((_device_peak(device) for device in jax.local_devices()), default=0),
         s3=dataclasses.asdict(usage),
     )
-    return found.shortened(_MOST_SPANS)
+    return report.shortened(_MOST_SPANS)
 
 
-def pack(mine: ProcessReport, processes: int) -> str:
-    """A process's report as text that is short enough for so many processes."""
-    room = min(_MOST_WORDS, max(_LEAST_WORDS, _ALL_WORDS // processes))
-    most = len(mine.spans)
+def strategies(plan: RestorePlan) -> dict[str, str]:
+    """Returns how each leaf is restored and why, by leaf name."""
+    by_leaf = {plan.leaves[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
+    strategy = f"{plan.strategy}: {plan.because}" if plan.because else plan.strategy
+    by_leaf.update({plan.leaves[index].name: strategy for group in plan.groups for index in group.leaves})
+    return by_leaf
+
+
+def pack(report: ProcessReport, processes: int) -> str:
+    """Returns a process's report as text for process 0, with as many spans as there is room for with `processes`."""
+    room = min(_MOST_PACKED, max(_LEAST_PACKED, _ALL_PACKED // processes))
+    most = len(report.spans)
     while True:
-        text = json.dumps(mine.shortened(most).to_dict(), separators=(",", ":"))
+        text = json.dumps(report.shortened(most).to_dict(), separators=(",", ":"))
         packed = base64.b85encode(zlib.compress(text.encode(), 9)).decode()
         if len(packed) <= room or most == 0:
             return packed
         most = most * 3 // 4
 
 
-def unpack(word: str) -> ProcessReport:
+def unpack(packed: str) -> ProcessReport:
+    """Returns the report that `pack` packed; raises `ValueError` if it is damaged or too large."""
     decompress = zlib.decompressobj()
-    text = decompress.decompress(base64.b85decode(word), _UNPACKED)
-    if not decompress.eof:
-        raise ValueError(f"a report of more than {_UNPACKED} bytes")
-    return ProcessReport.from_dict(json.loads(text))
+    try:
+        text = decompress.decompress(base64.b85decode(packed), _MOST_UNPACKED)
+        if not decompress.eof:
+            raise ValueError(f"cut short, or more than {text_lib.size(_MOST_UNPACKED)}")
+        return ProcessReport.from_dict(json.loads(text))
+    except (zlib.error, *DAMAGE) as error:
+        raise ValueError(f"a damaged report: {type(error).__name__}: {error}") from None
 
 
-def emit(finished: RestoreReport) -> None:
-    """JAX's events, under Orbax's names where it has one."""
-    own_part, record = finished.own, jax.monitoring.record_event_duration_secs
-    for phase, name in _ORBAX_EVENTS.items():
-        if phase in own_part.seconds and not finished.error and (phase != "read" or own_part.bytes_read):
-            record(f"/jax/checkpoint/read/{name}", own_part.seconds[phase])
-    for phase, seconds in own_part.seconds.items():
-        record(f"/orbax_ext/restore/{phase}_duration_secs", seconds)
-    record("/orbax_ext/restore/duration_secs", own_part.total_seconds)
-    for name in ("bytes_read", "bytes_received", "bytes_sent", "requests"):
-        jax.monitoring.record_scalar(f"/orbax_ext/restore/{name}", getattr(own_part, name))
-    jax.monitoring.record_event(f"/orbax_ext/restore/{'failed' if finished.error else 'finished'}")
-
-
-def _unpacked(handed_in: Mapping[int, str]) -> dict[int, ProcessReport]:
-    """Returns the reports of the other processes; a damaged one is left out and listed as missing."""
+def unpack_others(packed: Mapping[int, str], process: int) -> dict[int, ProcessReport]:
+    """Returns the reports of all processes but `process`; a damaged one is left out and so counts as missing."""
     reports = {}
-    for process, packed in handed_in.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, zlib.error):
-            if process != jax.process_index():
-                reports[process] = unpack(packed)
+    for other, text in packed.items():
+        if other != process:
+            with contextlib.suppress(ValueError):
+                reports[other] = unpack(text)
     return reports
 
 
-def _report(recorder: Recorder, error: str) -> RestoreReport:
-    mine, planned = own(recorder), recorder.plan
-    return RestoreReport(
-        process=mine.process,
-        processes=jax.process_count(),
-        members={mine.process: mine, **recorder.other_reports},
-        leaves=planned.leaves if planned else 0,
-        groups=len(planned.plan.groups) if planned else 0,
-        strategy=strategies(planned.plan) if planned else {},
-        error=error,
-    )
+def _moved(planned: PlannedRestore | None, process: int) -> Sequence[Traffic]:
+    """Returns the bytes that a process reads, receives and sends for each group of the plan."""
+    return [] if planned is None else traffic_by_group(planned.plan, planned.meshes, process)
 
 
 def _with_bytes(span: Span, moved: Sequence[Traffic]) -> Span:

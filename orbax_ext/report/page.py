@@ -1,4 +1,4 @@
-"""The timeline of a report as one HTML page that needs nothing else: no network, no other file."""
+"""The timeline of a report as one HTML page that needs no network and no other file. Pure."""
 
 from __future__ import annotations
 
@@ -7,76 +7,77 @@ import importlib.resources
 import json
 from typing import Any
 
+from orbax_ext import text as text_lib
 from orbax_ext.report import timeline
-from orbax_ext.report.report import ProcessReport, RestoreReport
+from orbax_ext.report.process_report import ProcessReport
+from orbax_ext.report.report import RestoreReport
 from orbax_ext.report.spans import Span
-from orbax_ext.report.tables import columns, shown
-from orbax_ext.text import size
+from orbax_ext.report.tables import ProcessTable, names_by_value
 
 _KINDS = {"read": "read", "exchange": "exchange", "wait": "wait", "compile": "compile", "connect": "compile"}
-_MOST_BLAMES = 40
-_MOST_NAMES = 4  # leaves named for each way of travelling
+_MOST_WAITED_FOR = 40  # rows of the table of processes that others waited for
+_MOST_NAMES = 4  # leaves that are named for each strategy
+_MOST_ERROR = 2000  # characters of an error message
 
 
 def render(report: RestoreReport) -> str:
-    """The page's text."""
+    """Returns the page's HTML."""
     template = importlib.resources.files("orbax_ext.report").joinpath("timeline.html").read_text(encoding="utf-8")
-    # What comes from elsewhere, such as names of hosts, must not end the element that it stands in.
+    # Text from elsewhere, such as the name of a host, must not end the element in which it stands.
     text = json.dumps(page_data(report), separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("__DATA__", text)
 
 
 def page_data(report: RestoreReport) -> dict[str, Any]:
-    """What the page shows, as plain data."""
-    lanes = timeline.lanes(report)
+    """Returns everything that the page shows, as plain data."""
+    lanes = timeline.make_lanes(report)
     numbers = {process: number for number, process in enumerate(lanes)}
     total = max((span.end for spans in lanes.values() for span in spans), default=0.0)
-    blames = timeline.blames(lanes)
-    costs = {blame.process: blame.seconds for blame in blames}
-    titles = columns(list(report.members.values()))
-    verdict = "Failed restore" if report.error else "Restore"
+    waits = timeline.most_waited_for(lanes)
+    waited_for = {wait.process: wait.seconds for wait in waits}
+    table = ProcessTable(report.members.values())
+    outcome = "Failed restore" if report.error else "Restore"
     return {
-        "title": f"{verdict} of {report.leaves} leaves on {_processes(report)}: {total:.2f} s",
+        "title": f"{outcome} of {text_lib.count(report.leaves, 'leaf')} on {report.scope}: {text_lib.seconds(total)}",
         "when": _when(min(member.started for member in report.members.values())),
-        "error": report.error[:2000],
+        "error": report.error[:_MOST_ERROR],
         "figures": _figures(report, total),
         "total": total,
         "lanes": [
-            _lane(report.members[process], spans, costs.get(process, 0.0), titles) for process, spans in lanes.items()
+            _lane(report.members[process], spans, waited_for.get(process, 0.0), table)
+            for process, spans in lanes.items()
         ],
         "path": [
             {"lane": numbers[step.process], "span": step.span, "start": step.start, "end": step.end}
             for step in timeline.critical_path(lanes)
         ],
-        "blames": [
-            {"process": blame.process, "seconds": blame.seconds, "waiters": blame.waiters}
-            for blame in blames[:_MOST_BLAMES]
+        "waited_for": [
+            {"process": wait.process, "seconds": wait.seconds, "waiters": text_lib.count(wait.waiters, "process")}
+            for wait in waits[:_MOST_WAITED_FOR]
         ],
-        "ways": _ways(report),
-        "columns": ["process", *titles],
+        "strategies": _strategies(report),
+        "columns": table.head,
     }
 
 
-def _lane(member: ProcessReport, spans: tuple[Span, ...], blame: float, titles: Any) -> dict[str, Any]:
-    cells = {title: shown(value, member) for title, value in titles.items()}
+def _lane(member: ProcessReport, spans: tuple[Span, ...], waited_for: float, table: ProcessTable) -> dict[str, Any]:
     return {
         "process": member.process,
+        "name": text_lib.process(member.process, {member.process: member.host} if member.host else {}),
         "host": member.host,
         "spans": [_box(span) for span in spans],
         "read": member.seconds.get("read", 0.0),
         "wait": member.seconds.get("wait", 0.0),
-        "blame": blame,
-        "figures": list(cells.items()),
-        "cells": [str(member.process), *cells.values()],
+        "waited_for": waited_for,
+        "cells": table.row(member),
     }
 
 
 def _box(span: Span) -> dict[str, Any]:
-    title = span.phase if span.group is None else f"{span.phase} group {span.group + 1}"
     box: dict[str, Any] = {
         "kind": _KINDS.get(span.phase, "other"),
         "phase": span.phase,
-        "title": f"{title}, at {span.note}" if span.note else title,
+        "title": f"{span.title}, at {span.note}" if span.note else span.title,
         "start": round(span.start, 6),
         "end": round(span.end, 6),
     }
@@ -90,33 +91,23 @@ def _box(span: Span) -> dict[str, Any]:
 def _figures(report: RestoreReport, total: float) -> list[tuple[str, str]]:
     members = report.members.values()
     read = sum(member.bytes_read for member in members)
-    found = [
-        ("read from storage", size(read)),
-        ("exchanged", size(sum(member.bytes_received for member in members))),
-        ("rate in all", f"{size(read / total)}/s" if total else "?"),
+    figures = [
+        ("read from storage", text_lib.size(read)),
+        ("exchanged", text_lib.size(sum(member.bytes_received for member in members))),
+        ("total read rate", f"{text_lib.size(read / total)}/s" if total else "?"),
         ("requests", str(sum(member.requests for member in members))),
         ("groups", str(report.groups)),
-        ("peak memory of a host process", size(max(member.host_peak_bytes for member in members))),
+        ("largest peak memory of a process", text_lib.size(max(member.host_peak_bytes for member in members))),
     ]
     if report.missing:
-        found.append(("no word from", f"{len(report.missing)} processes"))
-    return found
+        figures.append(("no report from", text_lib.count(len(report.missing), "process")))
+    return figures
 
 
-def _ways(report: RestoreReport) -> list[tuple[str, str, str]]:
-    by_way: dict[str, list[str]] = {}
-    for name, how in report.strategy.items():
-        by_way.setdefault(how, []).append(name)
-    return [
-        (str(len(names)), how, ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else ""))
-        for how, names in sorted(by_way.items(), key=lambda item: -len(item[1]))
-    ]
-
-
-def _processes(report: RestoreReport) -> str:
-    if len(report.members) == 1 and report.processes > 1:
-        return f"process {report.process} of {report.processes}"
-    return f"{report.processes} process{'es' if report.processes > 1 else ''}"
+def _strategies(report: RestoreReport) -> list[tuple[str, str, str]]:
+    """Returns a row for each strategy: how many leaves, the strategy and why, some names."""
+    by_strategy = sorted(names_by_value(report.strategy).items(), key=lambda item: -len(item[1]))
+    return [(str(len(names)), strategy, text_lib.listing(names, _MOST_NAMES)) for strategy, names in by_strategy]
 
 
 def _when(started: float) -> str:

@@ -1,4 +1,4 @@
-"""How far a restore is, for whoever watches process 0: a bar in a terminal, otherwise a log line every few seconds."""
+"""Shows on process 0 how far a restore is: a bar in a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,56 +10,69 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 from absl import logging
 
+from orbax_ext import text
 from orbax_ext.meeting.threads import StopTicking, Ticker
 from orbax_ext.plan import bytes_by_step
-from orbax_ext.report.recorder import Recorder
-from orbax_ext.text import size
+from orbax_ext.report.recorder import PlannedRestore, Recorder
 
-_BAR_EVERY = 0.2
-_LOG_EVERY = 5.0
-_WINDOW = 15.0  # seconds that a rate is measured over
-
-Hosts = Mapping[int, str]
+_BAR_EVERY = 0.2  # seconds; quick enough to look alive
+_LOG_EVERY = 5.0  # seconds; few enough lines in a log
+_WINDOW = 15.0  # seconds over which the rate is measured
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class ProgressSnapshot:
     """How far a restore is, all processes together."""
 
     phase: str
     done: int  # bytes
     total: int
-    rate: float  # bytes per second, lately
-    slowest: str  # the reader that has read least, or ""
+    rate: float  # bytes per second, over the last seconds
+    slowest: str  # the reader that has read least, with its bytes; "" if fewer than two processes have read
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until all is read at this rate, None where that can't be told."""
+        """Seconds until all is read at this rate; None without a rate."""
         return (self.total - self.done) / self.rate if self.rate > 0 else None
 
+    @property
+    def figures(self) -> list[str]:
+        """Bytes, rate, time left and the slowest reader, as far as they are known."""
+        figures = [f"{text.size(self.done)} of {text.size(self.total)}"]
+        if self.remaining is not None:
+            figures += [f"{text.size(self.rate)}/s", f"{text.seconds(self.remaining)} left"]
+        return [*figures, f"slowest reader: {self.slowest}"] if self.slowest else figures
+
     def __str__(self) -> str:
-        text = f"{self.phase}: {size(self.done)} of {size(self.total)}"
-        if self.rate > 0:
-            text += f", {size(self.rate)}/s, {clock(self.remaining)} left"
-        return text + (f", slowest reader {self.slowest}" if self.slowest else "")
+        return f"{self.phase}: {', '.join(self.figures)}"
 
 
 class Tracker:
-    """Turns what is known of each process's reading into snapshots."""
+    """Makes snapshots from the bytes that each process has read. Pure: it has no clock of its own."""
 
     def __init__(self) -> None:
         self._seen: collections.deque[tuple[float, int]] = collections.deque()
 
     def look(
-        self, now: float, phase: str, total: int, bounds: tuple[int, int], read: Mapping[int, int], hosts: Hosts
-    ) -> Snapshot:
-        """`read` is how much each process has read from storage; `bounds` are how much of `total` that can mean."""
+        self,
+        now: float,
+        phase: str,
+        total: int,
+        bounds: tuple[int, int],
+        read: Mapping[int, int],
+        hosts: Mapping[int, str],
+    ) -> ProgressSnapshot:
+        """Returns a snapshot.
+
+        `read` has the bytes that each process has read from storage. They can be fewer than the bytes in memory
+        (compressed) or more (read twice), so `bounds` are the least and the most of `total` that can be done.
+        """
         least, most = bounds
         done = min(max(sum(read.values()), least), most)
         if not self._seen or done > self._seen[-1][1]:
@@ -68,27 +81,21 @@ class Tracker:
             self._seen.popleft()
         since, before = self._seen[0]
         rate = (done - before) / (now - since) if now > since else 0.0
-        readers = {process: count for process, count in read.items() if count}
-        slowest = ""
-        if len(readers) > 1:
-            process = min(readers, key=lambda each: (readers[each], each))
-            host = f" ({hosts[process]})" if process in hosts else ""
-            slowest = f"{process}{host} with {size(readers[process])}"
-        return Snapshot(phase, done, total, rate, slowest)
+        return ProgressSnapshot(phase, done, total, rate, _slowest(read, hosts))
 
 
 class Display(Protocol):
     """Where progress is shown."""
 
-    def show(self, snapshot: Snapshot) -> None: ...
+    def show(self, snapshot: ProgressSnapshot) -> None: ...
     def close(self) -> None: ...
 
 
 class Bar:
-    """A bar of rich in a terminal."""
+    """A bar in a terminal."""
 
     def __init__(self) -> None:
-        from rich import console, progress
+        from rich import console, progress  # optional
 
         columns = (
             progress.TextColumn("restore {task.description}"),
@@ -98,12 +105,8 @@ class Bar:
         self._progress = progress.Progress(*columns, console=console.Console(stderr=True), auto_refresh=False)
         self._task: Any = None
 
-    def show(self, snapshot: Snapshot) -> None:
-        figures = f"{size(snapshot.done)} of {size(snapshot.total)}"
-        if snapshot.rate > 0:
-            figures += f"  {size(snapshot.rate)}/s  {clock(snapshot.remaining)} left"
-        if snapshot.slowest:
-            figures += f"  slowest: {snapshot.slowest}"
+    def show(self, snapshot: ProgressSnapshot) -> None:
+        figures = "  ".join(snapshot.figures)
         if self._task is None:
             self._task = self._progress.add_task(snapshot.phase, total=snapshot.total, figures=figures)
             self._progress.start()
@@ -121,9 +124,9 @@ class Bar:
 
 
 class LogLines:
-    """Lines of the ordinary log."""
+    """Lines of the log."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: ProgressSnapshot) -> None:
         logging.info("orbax_ext: %s", snapshot)
 
     def close(self) -> None:
@@ -132,22 +135,23 @@ class LogLines:
 
 @contextlib.contextmanager
 def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
-    """Shows, on process 0 and if it is wanted, how far a restore is as long as a `with` block of a coroutine lasts."""
+    """Shows, on process 0 and if `wanted`, how far a restore is while a `with` block of a coroutine runs."""
     if not wanted or jax.process_index() != 0:
         yield
         return
-    in_terminal, look = _can_show_bar(), _looker(recorder)
+    in_terminal, watcher = _can_show_bar(), _Watcher(recorder)
     loop = asyncio.get_running_loop()
-    displays: list[Display] = []  # made when it is first needed: a short restore does without
+    displays: list[Display] = []  # made at the first tick: a short restore shows nothing
 
     def tick(*, finished: bool = False) -> None:
-        if loop.is_closed():  # as a KeyboardInterrupt leaves it, which ends no block (Orbax 0.12.0 and later)
+        if loop.is_closed():  # a KeyboardInterrupt closes it without leaving the block (Orbax 0.12.0 and later)
             _close(displays)
             raise StopTicking
-        if recorder.plan is not None:
+        planned = recorder.plan
+        if planned is not None:
             if not displays:
                 displays.append(Bar() if in_terminal else LogLines())
-            displays[0].show(look(finished))
+            displays[0].show(watcher.look(planned, finished))
 
     try:
         with Ticker(tick, _BAR_EVERY if in_terminal else _LOG_EVERY):
@@ -158,46 +162,52 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
         _close(displays)
 
 
-def clock(seconds: float | None) -> str:
-    """A duration as 1:02:03 or 2:03."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+class _Watcher:
+    """Reads from a recorder how far its restore is."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._tracker = Tracker()
+        self._counted: tuple[PlannedRestore, int] | None = None  # the plan and the number of processes in `_bytes`
+        self._bytes: Mapping[int | None, int] = {}
+
+    def look(self, planned: PlannedRestore, finished: bool) -> ProgressSnapshot:
+        """Returns a snapshot; if `finished`, all groups that were begun count as read."""
+        session = self._recorder.session
+        self._count(planned, 1 if session is None else jax.process_count())
+        begun = self._recorder.groups_begun | self._recorder.groups_read
+        bounds = self._sum(begun if finished else self._recorder.groups_read), self._sum(begun)
+        now, total, read = time.monotonic(), sum(self._bytes.values()), {0: self._recorder.bytes_read()}
+        if session is None:
+            return self._tracker.look(now, "read", total, bounds, read, {})
+        return self._tracker.look(now, session.phase, total, bounds, session.bytes_done() | read, session.hosts)
+
+    def _count(self, planned: PlannedRestore, processes: int) -> None:
+        """Counts the bytes of each group once for each plan: that takes long if there are many leaves."""
+        if self._counted is None or self._counted[0] is not planned or self._counted[1] != processes:
+            self._bytes = _bytes_by_group(planned, processes)
+            self._counted = planned, processes
+
+    def _sum(self, groups: Iterable[int | None]) -> int:
+        return sum(self._bytes.get(group, 0) for group in groups)
+
+
+def _bytes_by_group(planned: PlannedRestore, processes: int) -> Mapping[int | None, int]:
+    """Returns the bytes that all processes read for each group and, under None, for leaves that are read directly."""
+    return bytes_by_step(planned.plan, planned.meshes, processes)
+
+
+def _slowest(read: Mapping[int, int], hosts: Mapping[int, str]) -> str:
+    readers = {process: count for process, count in read.items() if count}
+    if len(readers) < 2:
+        return ""
+    process = min(readers, key=lambda reader: (readers[reader], reader))
+    return f"{text.process(process, hosts)} with {text.size(readers[process])}"
 
 
 def _close(displays: list[Display]) -> None:
     while displays:
         displays.pop().close()
-
-
-def _looker(recorder: Recorder) -> Callable[[bool], Snapshot]:
-    tracker = Tracker()
-    known: dict[tuple[int, int], dict[int | None, int]] = {}  # by plan and number of processes that it is about
-
-    def look(finished: bool) -> Snapshot:
-        session, planned = recorder.session, recorder.plan
-        assert planned is not None
-        processes = 1 if session is None else jax.process_count()
-        key = (id(planned), processes)
-        if key not in known:
-            known[key] = bytes_by_step(planned.plan, planned.meshes, processes)
-        steps = known[key]
-        begun = recorder.groups_begun | recorder.groups_read
-        read_by_all = begun if finished else recorder.groups_read
-        bounds = _sum(steps, read_by_all), _sum(steps, begun)
-        read = {0: recorder.bytes_read()}
-        if session is None:
-            return tracker.look(time.monotonic(), "read", sum(steps.values()), bounds, read, {})
-        read = session.bytes_done() | read
-        return tracker.look(time.monotonic(), session.phase, sum(steps.values()), bounds, read, session.hosts)
-
-    return look
-
-
-def _sum(steps: Mapping[int | None, int], groups: Iterable[int | None]) -> int:
-    return sum(steps.get(group, 0) for group in groups)
 
 
 def _can_show_bar() -> bool:

@@ -13,7 +13,7 @@ import jax
 
 from orbax_ext.meeting.session import Session
 from orbax_ext.plan import MeshInfo, RestorePlan
-from orbax_ext.report.report import ProcessReport
+from orbax_ext.report.process_report import ProcessReport
 from orbax_ext.report.spans import Span
 from orbax_ext.storage import counters
 
@@ -100,7 +100,7 @@ class Recorder:
         self._other_reports.update(reports)
 
     @contextlib.contextmanager
-    def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
+    def span(self, phase: str, *, group: int | None = None) -> Iterator[None]:
         """Records how long a `with` block takes, and shows it in JAX profiles."""
         start = self._now()
         if phase == "read":
@@ -111,11 +111,11 @@ class Recorder:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield
         finally:
-            self._spans.append(Span(phase, start, self._now(), group, note=note))
+            self._spans.append(Span(phase, start, self._now(), group))
 
-    async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None, note: str = "") -> T:
+    async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None) -> T:
         """Awaits `work`, records how long it takes, and returns its result."""
-        with self.span(phase, group=group, note=note):
+        with self.span(phase, group=group):
             return await work
 
     def follow(self, phase: str, work: asyncio.Future[Any], *, group: int | None = None) -> asyncio.Future[Any]:

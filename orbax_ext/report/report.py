@@ -1,96 +1,26 @@
-"""What a restore did: where time and bytes went, on each process."""
+"""RestoreReport: what a restore did, and where time and bytes went on each process. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
 
-from orbax_ext.plan import RestorePlan
-from orbax_ext.report import tables
-from orbax_ext.report.spans import Span, longest
+from orbax_ext import text as text_lib
+from orbax_ext.report.process_report import DAMAGE, ProcessReport
+from orbax_ext.report.tables import ProcessTable, s3_usage
 
 FORMAT = 1  # of the JSON
+_MOST_MISSING = 16  # processes without a report that are listed
 
 _last: RestoreReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessReport:
-    """What one process did in a restore."""
-
-    process: int
-    host: str
-    started: float  # seconds since the epoch, by process 0's clock as well as it is known
-    seconds: dict[str, float]  # by phase; phases overlap
-    spans: tuple[Span, ...]  # in the order they began; see `spans_left_out`
-    spans_left_out: int = 0  # the shortest ones, where there were too many to send to process 0
-    bytes_read: int = 0  # from storage
-    requests: int = 0  # to storage
-    bytes_received: int = 0  # from other processes, by the plan
-    bytes_sent: int = 0  # to other processes, by the plan
-    host_peak_bytes: int = 0  # resident, since the process began
-    device_peak_bytes: int = 0  # of the fullest device, since the process began; 0 where the backend does not tell
-    s3: dict[str, int] = dataclasses.field(default_factory=dict)  # requests and bytes, of metadata and of arrays
-
-    @property
-    def total_seconds(self) -> float:
-        return max((span.end for span in self.spans), default=0.0)
-
-    @property
-    def waits(self) -> dict[int, float]:
-        """Seconds that it waited for each process that came later to a meeting, the longest first."""
-        found: dict[int, float] = {}
-        for span in self.spans:
-            if span.waited_for is not None and span.waited_for != self.process:
-                found[span.waited_for] = found.get(span.waited_for, 0.0) + span.seconds
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    def shortened(self, most: int) -> ProcessReport:
-        """The same with the `most` longest spans at most."""
-        kept = longest(self.spans, most)
-        left_out = self.spans_left_out + len(self.spans) - len(kept)
-        return dataclasses.replace(self, spans=kept, spans_left_out=left_out)
-
-    def to_dict(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            **fields,
-            "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
-            "spans": [span.to_dict() for span in self.spans],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ProcessReport:
-        numbers = {name: int(data[name]) for name in _NUMBERS}
-        return cls(
-            host=str(data["host"]),
-            started=float(data["started"]),
-            seconds={str(phase): float(seconds) for phase, seconds in data["seconds"].items()},
-            spans=tuple(Span.from_dict(span) for span in data["spans"]),
-            s3={str(name): int(count) for name, count in data["s3"].items()},
-            **numbers,
-        )
-
-
-_NUMBERS = (
-    "process",
-    "spans_left_out",
-    "bytes_read",
-    "requests",
-    "bytes_received",
-    "bytes_sent",
-    "host_peak_bytes",
-    "device_peak_bytes",
-)
-
-
-@dataclasses.dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did. On process 0 it tells of all processes, on the others of that process alone."""
+    """What a restore did: on process 0 the report of all processes, on another process its own."""
 
-    process: int  # whose report it is
+    process: int  # the process that made this report
     processes: int
     members: dict[int, ProcessReport]  # by process
     leaves: int = 0
@@ -100,6 +30,7 @@ class RestoreReport:
 
     @property
     def own(self) -> ProcessReport:
+        """The part of the process that made this report."""
         return self.members[self.process]
 
     @property
@@ -114,9 +45,16 @@ class RestoreReport:
 
     @property
     def missing(self) -> list[int]:
-        """Processes that this report, if it is process 0's, should tell of and does not."""
+        """On process 0, the processes whose reports did not arrive; a failed restore collects none."""
         expected = range(self.processes) if self.process == 0 and not self.error else [self.process]
         return [process for process in expected if process not in self.members]
+
+    @property
+    def scope(self) -> str:
+        """The processes that this report is about: "process 1 of 4" or "4 processes"."""
+        if len(self.members) == 1 and self.processes > 1:
+            return f"process {self.process} of {self.processes}"
+        return text_lib.count(self.processes, "process")
 
     def to_json(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -125,10 +63,10 @@ class RestoreReport:
 
     @classmethod
     def from_json(cls, text: str) -> RestoreReport:
-        """The report again; `ValueError` if that is not what the text holds."""
+        """Returns the report that `to_json` wrote; raises `ValueError` for any other text."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a report of orbax_ext: not JSON ({error})") from None
         if not isinstance(data, dict) or data.get("orbax_ext_report") != FORMAT:
             found = data.get("orbax_ext_report", "nothing") if isinstance(data, dict) else type(data).__name__
@@ -144,45 +82,41 @@ class RestoreReport:
                 {member.process: member for member in members},
                 int(data["leaves"]),
                 int(data["groups"]),
-                {str(name): str(how) for name, how in data["strategy"].items()},
+                {str(name): str(strategy) for name, strategy in data["strategy"].items()},
                 str(data["error"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGE as error:
             raise ValueError(f"a damaged report of orbax_ext: {type(error).__name__}: {error}") from None
 
     def headline(self) -> str:
-        """One line."""
-        return tables.headline(self)
+        """Returns one line: the outcome, how much was read, and how long it took."""
+        members = self.members.values()
+        counts = Counter(strategy.partition(":")[0] for strategy in self.strategy.values())
+        strategies = ", ".join(f"{number} {strategy}" for strategy, number in counts.items()) or "nothing planned"
+        read = text_lib.size(sum(member.bytes_read for member in members))
+        total = text_lib.seconds(max(member.total_seconds for member in members))
+        phases = ", ".join(f"{phase} {text_lib.seconds(seconds)}" for phase, seconds in self.seconds.items())
+        return (
+            f"{'failed' if self.error else 'restored'}: {self.scope}: {text_lib.count(self.leaves, 'leaf')} "
+            f"({strategies}) in {text_lib.count(self.groups, 'group')}, {read} read from storage in {total}; {phases}"
+        ) + (f"; S3: {s3_usage(self.s3)}" if any(self.s3.values()) else "")
 
     def __str__(self) -> str:
-        return tables.table(self)
-
-
-def strategies(plan: RestorePlan) -> dict[str, str]:
-    """How each leaf is restored, by name, and why."""
-    found = {plan.leaves[index].name: f"direct: {reason}" for index, reason in plan.direct.items()}
-    how = f"{plan.strategy}: {plan.because}" if plan.because else plan.strategy
-    found.update({plan.leaves[index].name: how for group in plan.groups for index in group.leaves})
-    return found
+        lines = [self.headline(), str(ProcessTable(self.members.values()))]
+        if self.missing:
+            missing = text_lib.listing(self.missing, _MOST_MISSING)
+            lines.append(f"no report from {text_lib.count(len(self.missing), 'process')}: {missing}")
+        if self.error:
+            lines.append(f"error: {self.error.strip().splitlines()[0]}")
+        return "\n".join(lines)
 
 
 def last_report() -> RestoreReport | None:
-    """The report of this process's latest restore, or None if there was none."""
+    """Returns the report of this process's latest restore, or None if there was none."""
     return _last
 
 
 def publish(report: RestoreReport | None) -> None:
+    """Makes a report the one that `last_report` returns."""
     global _last
     _last = report
-
-
-def summarize(direct: Mapping[str, str], most: int = 3) -> str:
-    """One line for a log: which leaves are read the ordinary way, and why."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in direct.items():
-        by_reason.setdefault(reason, []).append(name)
-    parts = []
-    for reason, names in by_reason.items():
-        shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-        parts.append(f"{shown} because {reason}")
-    return "; ".join(parts)

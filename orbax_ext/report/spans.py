@@ -1,4 +1,4 @@
-"""A piece of time that a process spent on one thing. Pure."""
+"""Spans: what a process did from one moment to another. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ class Span:
     phase: str  # "describe", "plan", "compile", "connect", "read", "exchange", "wait", "verify"
     start: float
     end: float
-    group: int | None = None  # which group of leaves, counted from 0
+    group: int | None = None  # the number of a group of leaves, counted from 0
     bytes: int = 0  # in memory, by the plan: read, or received from other processes
     waited_for: int | None = None  # the process that came last to a meeting
-    note: str = ""
+    note: str = ""  # for a wait, the meeting
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
+    @property
+    def title(self) -> str:
+        """The phase, with the group's number counted from 1: "read group 2"."""
+        return self.phase if self.group is None else f"{self.phase} group {self.group + 1}"
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without what is not known."""
-        found: dict[str, Any] = {"phase": self.phase, "start": round(self.start, 6), "end": round(self.end, 6)}
+        """Returns plain data, without the fields that are not set."""
+        data: dict[str, Any] = {"phase": self.phase, "start": round(self.start, 6), "end": round(self.end, 6)}
         if self.group is not None:
-            found["group"] = self.group
+            data["group"] = self.group
         if self.bytes:
-            found["bytes"] = self.bytes
+            data["bytes"] = self.bytes
         if self.waited_for is not None:
-            found["waited_for"] = self.waited_for
+            data["waited_for"] = self.waited_for
         if self.note:
-            found["note"] = self.note
-        return found
+            data["note"] = self.note
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Span:
@@ -50,21 +55,21 @@ class Span:
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
-    """How long a process was at each phase; groups that are read at the same time count once."""
-    found: dict[str, float] = {}
-    until: dict[str, float] = {}
+    """Returns how long a process spent in each phase; time in which spans of a phase overlap counts once."""
+    seconds: dict[str, float] = {}
+    ends: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        new = span.end - max(span.start, until.get(span.phase, span.start))
-        found[span.phase] = found.get(span.phase, 0.0) + max(0.0, new)
-        until[span.phase] = max(span.end, until.get(span.phase, span.end))
-    return found
+        new = span.end - max(span.start, ends.get(span.phase, span.start))
+        seconds[span.phase] = seconds.get(span.phase, 0.0) + max(0.0, new)
+        ends[span.phase] = max(span.end, ends.get(span.phase, span.end))
+    return seconds
 
 
 def longest(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
-    """At most so many spans, in their order: the shortest are left out."""
-    listed = sorted(spans, key=lambda span: span.start)
-    kept = sorted(range(len(listed)), key=lambda at: -listed[at].seconds)[:most]
-    return tuple(listed[at] for at in sorted(kept))
+    """Returns the `most` longest spans, in the order in which they began."""
+    ordered = sorted(spans, key=lambda span: span.start)
+    kept = sorted(range(len(ordered)), key=lambda number: -ordered[number].seconds)[:most]
+    return tuple(ordered[number] for number in sorted(kept))
 
 
 def _int_or_none(value: Any) -> int | None:

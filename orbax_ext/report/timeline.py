@@ -1,4 +1,4 @@
-"""What a report's spans tell when they are laid side by side: lanes, who waited for whom, the critical path. Pure."""
+"""The spans of all processes side by side: lanes, who waited for whom, the critical path, trace events. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from orbax_ext import text
 from orbax_ext.report.report import RestoreReport
 from orbax_ext.report.spans import Span
 
 Lanes = Mapping[int, tuple[Span, ...]]  # by process; times count from the moment when the first process began
 
 _CLOSE = 0.002  # seconds that do not matter: meetings end a little earlier on one process than on another
-_MOST_STEPS = 10_000
-_SHORT = 0.001  # waits below this draw no arrow
+_MOST_STEPS = 10_000  # of a path: a bound for reports in which processes seem to wait for each other in a circle
+_SHORT = 0.001  # seconds; a shorter wait gets no arrow
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A piece of the critical path: had this been shorter, so had the restore."""
+class PathStep:
+    """A part of the critical path: if it had been shorter, the restore would have been shorter."""
 
     process: int
     span: int  # its number in the process's lane
@@ -27,15 +28,16 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
-    """How long others waited at meetings for one process, which came last."""
+class WaitedFor:
+    """How long other processes waited at meetings for a process that came last."""
 
     process: int
-    seconds: float  # of all who waited, added up
+    seconds: float  # the sum over all processes that waited
     waiters: int
 
 
-def lanes(report: RestoreReport) -> Lanes:
+def make_lanes(report: RestoreReport) -> Lanes:
+    """Returns the spans of each process, with their times on one clock."""
     began = min(member.started for member in report.members.values())
     return {
         process: tuple(_shifted(span, member.started - began) for span in sorted(member.spans, key=_start))
@@ -43,51 +45,52 @@ def lanes(report: RestoreReport) -> Lanes:
     }
 
 
-def blames(found: Lanes) -> list[Blame]:
-    """Who was waited for, the most costly first."""
+def most_waited_for(lanes: Lanes) -> list[WaitedFor]:
+    """Returns the processes that others waited for, those that cost most first."""
     seconds: dict[int, float] = {}
     waiters: dict[int, set[int]] = {}
-    for process, spans in found.items():
+    for process, spans in lanes.items():
         for span in spans:
             if span.waited_for is not None and span.waited_for != process:
                 seconds[span.waited_for] = seconds.get(span.waited_for, 0.0) + span.seconds
                 waiters.setdefault(span.waited_for, set()).add(process)
-    listed = [Blame(process, total, len(waiters[process])) for process, total in seconds.items()]
-    return sorted(listed, key=lambda blame: (-blame.seconds, blame.process))
+    waits = [WaitedFor(process, total, len(waiters[process])) for process, total in seconds.items()]
+    return sorted(waits, key=lambda wait: (-wait.seconds, wait.process))
 
 
-def critical_path(found: Lanes) -> list[Step]:
-    """The chain of work that the restore's length comes from, from its beginning to its end.
+def critical_path(lanes: Lanes) -> list[PathStep]:
+    """Returns the chain of work that decided how long the restore took, from its beginning to its end.
 
-    Told from the end: what a process did last, before that what it did before, and where it waited at a meeting, what
-    the process did that came last.
+    The chain is found backwards: from the span that ended last to the one before it on the same process and, where that
+    process waited at a meeting, to the process that came last to the meeting.
     """
-    ends = [(span.end, process) for process, spans in found.items() for span in spans]
+    ends = [(span.end, process) for process, spans in lanes.items() for span in spans]
     if not ends:
         return []
     at, process = max(ends)
-    path: list[Step] = []
+    path: list[PathStep] = []
     for _ in range(_MOST_STEPS):
-        number = _latest(found[process], at)
+        number = _latest(lanes[process], at)
         if number is None:
             break
-        span = found[process][number]
+        span = lanes[process][number]
         if span.phase != "wait":
-            path.append(Step(process, number, span.start, min(span.end, at)))
-        elif span.waited_for is not None and span.waited_for in found and span.waited_for != process:
-            at, process = _came(found[span.waited_for], span, at), span.waited_for
+            path.append(PathStep(process, number, span.start, min(span.end, at)))
+        elif span.waited_for is not None and span.waited_for in lanes and span.waited_for != process:
+            at, process = _arrival(lanes[span.waited_for], span, at), span.waited_for
             continue
         at = span.start
     return path[::-1]
 
 
 def trace_events(report: RestoreReport) -> dict[str, Any]:
-    """The timeline as Chrome's trace events, for Perfetto and chrome://tracing."""
-    found = lanes(report)
-    critical = {(step.process, step.span) for step in critical_path(found)}
+    """Returns the timeline as Chrome's trace events, for Perfetto and chrome://tracing."""
+    lanes = make_lanes(report)
+    critical = {(step.process, step.span) for step in critical_path(lanes)}
+    hosts = {process: member.host for process, member in report.members.items()}
     events: list[dict[str, Any]] = []
-    for process, spans in found.items():
-        title = f"process {process} ({report.members[process].host})"
+    for process, spans in lanes.items():
+        title = text.process(process, hosts)
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}})
         events.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
         events += [
@@ -96,7 +99,7 @@ def trace_events(report: RestoreReport) -> dict[str, Any]:
         ]
         for number, span in enumerate(spans):
             events.append(_event(process, span, (process, number) in critical))
-    return {"traceEvents": [*events, *_arrows(found)], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*events, *_arrows(lanes)], "displayTimeUnit": "ms"}
 
 
 def _event(process: int, span: Span, critical: bool) -> dict[str, Any]:
@@ -104,8 +107,8 @@ def _event(process: int, span: Span, critical: bool) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": process,
-        "tid": int(span.phase == "exchange"),  # it overlaps with reading
-        "name": span.phase if span.group is None else f"{span.phase} group {span.group + 1}",
+        "tid": int(span.phase == "exchange"),  # a thread of its own, because it overlaps with reading
+        "name": span.title,
         "cat": span.phase + (",critical" if critical else ""),
         "ts": _microseconds(span.start),
         "dur": _microseconds(span.end) - _microseconds(span.start),
@@ -113,18 +116,18 @@ def _event(process: int, span: Span, critical: bool) -> dict[str, Any]:
     }
 
 
-def _arrows(found: Lanes) -> Iterator[dict[str, Any]]:
-    """From the process that came last to each that waited for it."""
+def _arrows(lanes: Lanes) -> Iterator[dict[str, Any]]:
+    """Yields an arrow, in two events, from each process that came last to each process that waited for it."""
     number = 0
-    for process, spans in found.items():
+    for process, spans in lanes.items():
         for span in spans:
             last = span.waited_for
-            if last is None or last == process or last not in found or span.seconds < _SHORT:
+            if last is None or last == process or last not in lanes or span.seconds < _SHORT:
                 continue
             number += 1
             common = {"cat": "wait", "name": "waited for", "id": number, "tid": 0}
-            came = max(span.start, _came(found[last], span, span.end))
-            yield {**common, "ph": "s", "pid": last, "ts": _microseconds(came)}
+            arrival = max(span.start, _arrival(lanes[last], span, span.end))
+            yield {**common, "ph": "s", "pid": last, "ts": _microseconds(arrival)}
             yield {**common, "ph": "f", "bp": "e", "pid": process, "ts": _microseconds(span.end)}
 
 
@@ -137,14 +140,17 @@ def _shifted(span: Span, by: float) -> Span:
 
 
 def _latest(spans: Sequence[Span], at: float) -> int | None:
-    """The span that had ended last at a moment; None if there was nothing before."""
+    """Returns the number of the span that ended last before a moment, or None if there is none."""
     before = [number for number, span in enumerate(spans) if span.end <= at + _CLOSE and span.start < at - _CLOSE / 2]
     return max(before, key=lambda number: (min(spans[number].end, at), spans[number].start), default=None)
 
 
-def _came(spans: Sequence[Span], waited: Span, at: float) -> float:
-    """When the last process came to the meeting that another waited at: where its own wait began, or its work ended."""
-    own = [span for span in spans if span.phase == "wait" and span.note == waited.note and span.start <= at]
+def _arrival(spans: Sequence[Span], wait: Span, at: float) -> float:
+    """Returns when the last process, whose spans are given, came to the meeting at which another process had a wait.
+
+    That is where its own wait at this meeting began or, without one, where its work before `at` ended.
+    """
+    own = [span for span in spans if span.phase == "wait" and span.note == wait.note and span.start <= at]
     if own:
         return min(at, max(span.start for span in own))
     ended = [span.end for span in spans if span.end <= at and span.phase != "wait"]

@@ -52,7 +52,7 @@ def test_the_report_names_the_process_that_the_others_waited_for(cluster: lab.Cl
             longest = max((span for span in member.spans if span.phase == "wait"), key=lambda span: span.seconds)
             assert longest.waited_for == LATE
             assert longest.note.startswith("read group")
-    lanes = timeline.lanes(whole)
+    lanes = timeline.make_lanes(whole)
     path = timeline.critical_path(lanes)
     longest_step = max(path, key=lambda step: step.end - step.start)
     assert longest_step.process == LATE

@@ -1,4 +1,4 @@
-"""The timeline as a page, looked at in a real browser: what is where, what shows when one points at it."""
+"""The page with the timeline in a real browser: positions, colors, tooltips, keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(
         bool(browser_lib.missing()),
-        reason=f"{browser_lib.missing()} is not installed: no browser to look at the page with",
+        reason=f"{browser_lib.missing()} is not installed",
     ),
 ]
 
@@ -43,7 +43,7 @@ TIP = """
   const tip = document.getElementById("tip"), r = tip.getBoundingClientRect();
   return {shown: getComputedStyle(tip).display !== "none", text: tip.innerText,
     inside: r.left >= 0 && r.top >= 0 && r.right <= innerWidth && r.bottom <= innerHeight,
-    blamed: [...document.querySelectorAll(".row.blamed")].map(row => Number(row.dataset.process))};
+    waited_for: [...document.querySelectorAll(".row.waited-for")].map(row => Number(row.dataset.process))};
 """
 
 
@@ -55,7 +55,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: pathlib.Path) -> Any:
-    """Opens a report's page; returns what is in its lanes."""
+    """A function that opens a report's page and returns its lanes as they are laid out."""
 
     def open_page(report: RestoreReport) -> list[dict[str, Any]]:
         file = tmp_path / "page.html"
@@ -69,9 +69,9 @@ def show(browser: Browser, tmp_path: pathlib.Path) -> Any:
 
 
 @pytest.mark.parametrize("processes", [1, 4, 20])
-def test_every_piece_lies_where_its_time_says_in_the_lane_of_its_process(show: Any, processes: int) -> None:
+def test_every_span_has_the_position_of_its_time_in_the_lane_of_its_process(show: Any, processes: int) -> None:
     report = reports.make_report(processes, slow=SLOW if processes > SLOW else None)
-    lanes, rows = timeline.lanes(report), show(report)
+    lanes, rows = timeline.make_lanes(report), show(report)
     total = max(span.end for spans in lanes.values() for span in spans)
     assert [row["process"] for row in rows] == list(range(processes))
     assert all(above["top"] + above["height"] <= below["top"] + 1 for above, below in itertools.pairwise(rows))
@@ -88,7 +88,7 @@ def test_every_piece_lies_where_its_time_says_in_the_lane_of_its_process(show: A
             assert row["top"] <= box["top"] < box["top"] + box["height"] <= row["top"] + row["height"]
 
 
-def test_what_can_be_seen_at_a_place_is_the_piece_that_belongs_there(show: Any, browser: Browser) -> None:
+def test_no_span_is_hidden_by_another_element(show: Any, browser: Browser) -> None:
     for row in show(reports.make_report(4, slow=SLOW)):
         for box in row["boxes"]:
             if box["width"] > 4:
@@ -100,14 +100,14 @@ def test_what_can_be_seen_at_a_place_is_the_piece_that_belongs_there(show: Any, 
                 assert seen == f"box {box['kind']}"
 
 
-def test_pointing_at_a_wait_tells_its_figures_and_marks_who_was_waited_for(show: Any, browser: Browser) -> None:
+def test_pointing_at_a_wait_shows_its_figures_and_marks_the_process_waited_for(show: Any, browser: Browser) -> None:
     report = reports.make_report(4, slow=SLOW)
     rows = show(report)
     wait = max((box for box in rows[0]["boxes"] if box["kind"] == "wait"), key=lambda box: box["width"])
     assert not browser.run(TIP)["shown"]
     browser.point_at(wait["left"] + wait["width"] / 2, wait["top"] + wait["height"] / 2)
     tip = browser.run(TIP)
-    span = timeline.lanes(report)[0][wait["span"]]
+    span = timeline.make_lanes(report)[0][wait["span"]]
     assert tip["shown"]
     assert tip["inside"]
     assert tip["text"].splitlines() == [
@@ -116,12 +116,12 @@ def test_pointing_at_a_wait_tells_its_figures_and_marks_who_was_waited_for(show:
         f"from {span.start:.3f} s to {span.end:.3f} s",
         f"waited for process {SLOW} (host-0)",
     ]
-    assert tip["blamed"] == [SLOW]
+    assert tip["waited_for"] == [SLOW]
     browser.point_at(2, 2)
     assert not browser.run(TIP)["shown"]
 
 
-def test_pointing_at_a_read_tells_its_bytes_and_rate(show: Any, browser: Browser) -> None:
+def test_pointing_at_a_read_shows_its_bytes_and_rate(show: Any, browser: Browser) -> None:
     read = next(box for box in show(reports.make_report(4))[1]["boxes"] if box["kind"] == "read")
     browser.point_at(read["left"] + read["width"] / 2, read["top"] + read["height"] / 2)
     assert "256.0 MB, " in browser.run(TIP)["text"]
@@ -158,11 +158,11 @@ def test_groups_that_are_read_at_the_same_time_do_not_cover_each_other(show: Any
         )
 
 
-def test_512_processes_are_legible_and_all_within_reach(show: Any, browser: Browser) -> None:
+def test_512_processes_are_legible_and_can_be_scrolled_to(show: Any, browser: Browser) -> None:
     report = reports.make_report(512, slow=300)
     rows = show(report)
     assert all(row["height"] >= 15 and row["font"] >= 10 for row in rows)
-    assert 20 < len(rows) < 100  # the others are made when they come into view
+    assert 20 < len(rows) < 100  # the others are added when they come into view
     window = browser.run(
         "const r = document.getElementById('timeline').getBoundingClientRect(); return [r.top, r.bottom]"
     )
@@ -174,14 +174,14 @@ def test_512_processes_are_legible_and_all_within_reach(show: Any, browser: Brow
     assert len(last["boxes"]) == len(report.members[511].spans)
 
 
-def test_the_overview_of_512_processes_shows_who_still_reads_while_the_others_wait(show: Any, browser: Browser) -> None:
+def test_the_overview_of_512_processes_shows_the_one_that_others_wait_for(show: Any, browser: Browser) -> None:
     slow = 300
     report = reports.make_report(512, slow=slow)
     show(report)
-    lanes = timeline.lanes(report)
+    lanes = timeline.make_lanes(report)
     total = max(span.end for spans in lanes.values() for span in spans)
     longest = max((span for span in lanes[slow] if span.phase == "read"), key=lambda span: span.seconds)
-    when = longest.end - 0.2  # everybody else has read long since
+    when = longest.end - 0.2  # all others have finished reading
     colors = browser.run(
         """
         const canvas = document.querySelector("#overview canvas"), box = canvas.getBoundingClientRect();
@@ -200,13 +200,16 @@ def test_the_overview_of_512_processes_shows_who_still_reads_while_the_others_wa
     assert colors["seen"] == [colors["wait"], colors["path"], colors["wait"]]
 
 
-def test_lanes_can_be_ordered_by_who_was_waited_for(show: Any, browser: Browser) -> None:
+def test_lanes_can_be_ordered_by_how_long_others_waited_for_them(show: Any, browser: Browser) -> None:
     show(reports.make_report(40, slow=17))
-    browser.run("const o = document.getElementById('order'); o.value = 'blame'; o.dispatchEvent(new Event('change'))")
+    browser.run(
+        "const order = document.getElementById('order');"
+        "order.value = 'waited_for'; order.dispatchEvent(new Event('change'))"
+    )
     assert browser.run(ALL_BOXES)[0]["process"] == 17
 
 
-def test_zooming_in_makes_pieces_wider_and_fit_shows_all_again(show: Any, browser: Browser) -> None:
+def test_zooming_in_makes_spans_wider_and_fit_undoes_it(show: Any, browser: Browser) -> None:
     before = show(reports.make_report(4))[0]["plot"]["width"]
     browser.run("document.getElementById('in').click()")
     assert browser.run(ALL_BOXES)[0]["plot"]["width"] == pytest.approx(2 * before, abs=2)
@@ -214,7 +217,7 @@ def test_zooming_in_makes_pieces_wider_and_fit_shows_all_again(show: Any, browse
     assert browser.run(ALL_BOXES)[0]["plot"]["width"] == pytest.approx(before, abs=2)
 
 
-def test_pieces_can_be_reached_by_the_keyboard(show: Any, browser: Browser) -> None:
+def test_spans_can_be_selected_with_the_keyboard(show: Any, browser: Browser) -> None:
     show(reports.make_report(4))
     browser.run("document.getElementById('timeline').focus()")
     for key in ("\ue014", "\ue014", "\ue015"):  # right, right, down
@@ -226,7 +229,7 @@ def test_pieces_can_be_reached_by_the_keyboard(show: Any, browser: Browser) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colors_stand_out_by_day_and_by_night(show: Any, browser: Browser, scheme: str) -> None:
+def test_colors_stand_out_in_both_color_schemes(show: Any, browser: Browser, scheme: str) -> None:
     browser.prefer(scheme)
     try:
         show(reports.make_report(4))
@@ -248,12 +251,12 @@ def test_colors_stand_out_by_day_and_by_night(show: Any, browser: Browser, schem
         assert _contrast(color, background) >= (4.5 if name in ("fg", "muted") else 2.8), name
 
 
-def test_the_page_asks_nothing_of_the_network(show: Any, browser: Browser) -> None:
+def test_the_page_loads_nothing_from_the_network(show: Any, browser: Browser) -> None:
     show(reports.make_report(4))
     assert browser.run("return performance.getEntriesByType('resource').map(entry => entry.name)") == []
 
 
-def test_names_that_look_like_markup_are_only_text(show: Any, browser: Browser) -> None:
+def test_names_that_look_like_markup_are_shown_as_text(show: Any, browser: Browser) -> None:
     report = reports.make_report(1)
     host = "</script><img id=bad src=x>"
     row = show(dataclasses.replace(report, members={0: dataclasses.replace(report.members[0], host=host)}))[0]
@@ -267,6 +270,35 @@ def test_the_page_of_a_failed_restore_says_why(show: Any, browser: Browser) -> N
     assert browser.run("return document.title").startswith("Failed restore")
 
 
+def test_pointing_at_a_label_shows_the_figures_of_the_process(show: Any, browser: Browser) -> None:
+    report = reports.make_report(2)
+    label = show(report)[1]
+    browser.point_at(label["left"] + 10, label["top"] + label["height"] / 2)
+    lines = browser.run(TIP)["text"].splitlines()
+    assert lines[0] == "process 1 (host-0)"
+    assert "bytes read: 1.0 GB" in lines
+    assert lines[-1].startswith("waited most for: ")
+
+
+def test_the_tables_name_phases_processes_and_strategies(show: Any, browser: Browser) -> None:
+    show(reports.make_report(4, slow=SLOW))
+    titles_and_rows = browser.run(
+        "return [...document.querySelectorAll('#tables section')].map(section => ["
+        "section.querySelector('h2, summary').innerText, "
+        "[...section.querySelectorAll('tbody tr')].map(row => [...row.children].map(cell => cell.innerText))])"
+    )
+    tables = dict(titles_and_rows)
+    assert list(tables) == ["Critical path by phase", "Processes that others waited for", "Strategies", "All processes"]
+    assert tables["Critical path by phase"][0][0] == "read"
+    assert tables["Critical path by phase"][0][3] == f"process {SLOW} (host-0)"
+    assert tables["Processes that others waited for"][0][:2] == [f"process {SLOW} (host-0)", "3 processes"]
+    assert tables["Strategies"] == [
+        ["32", "spread", "layer_0, layer_1, layer_2, layer_3 and 28 more"],
+        ["1", "direct: it is a typed PRNG key", "rng"],
+    ]
+    assert [row[0] for row in tables["All processes"]] == ["0", "1", "2", "3"]
+
+
 def _covers(mark: dict[str, float], box: dict[str, float]) -> bool:
     return (
         mark["left"] <= box["left"] + 1.5
@@ -277,7 +309,7 @@ def _covers(mark: dict[str, float], box: dict[str, float]) -> bool:
 
 
 def _contrast(one: list[int], other: list[int]) -> float:
-    """As the accessibility guidelines (WCAG 2) define it."""
+    """Returns the contrast of two colors as the accessibility guidelines (WCAG 2) define it."""
 
     def luminance(color: list[int]) -> float:
         parts = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]

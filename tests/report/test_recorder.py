@@ -1,95 +1,92 @@
-"""What one process records of a restore, and where else it shows: JAX's events, JAX's profiles."""
+"""What a recorder keeps of a restore, and what it shows in JAX's profiles."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
-import jax.monitoring
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import orbax_ext
-from orbax_ext.report.report import publish
-
-pytestmark = pytest.mark.core
-
-STATE = {"weights": np.arange(100_000, dtype=np.float32), "bias": np.ones(3, np.float32)}
+from orbax_ext.meeting.session import Session
+from orbax_ext.report.recorder import Recorder
+from tests.support import reports
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("saved") / "checkpoint"
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, _state())
-    return path
+def test_a_span_is_kept_also_if_its_block_fails() -> None:
+    recorder = Recorder()
+    with pytest.raises(OSError, match="gone"), recorder.span("read", group=1):
+        raise OSError("gone")
+    (span,) = recorder.spans
+    assert (span.phase, span.group) == ("read", 1)
+    assert 0 <= span.start <= span.end
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    publish(None)
-    yield
-    publish(None)
+def test_timed_returns_the_result_of_its_work() -> None:
+    recorder = Recorder()
+
+    async def work() -> int:
+        return 7
+
+    assert asyncio.run(recorder.timed("compile", work(), group=3)) == 7
+    assert [(span.phase, span.group) for span in recorder.spans] == [("compile", 3)]
 
 
-def _state() -> dict[str, jax.Array]:
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("dp",)), PartitionSpec())
-    return {name: jax.device_put(value, sharding) for name, value in STATE.items()}
+def test_a_followed_future_is_recorded_when_it_is_done() -> None:
+    async def follow() -> tuple[int, int]:
+        recorder, future = Recorder(), asyncio.get_running_loop().create_future()
+        assert recorder.follow("exchange", future, group=0) is future
+        before = len(recorder.spans)
+        future.set_result(None)
+        await asyncio.sleep(0)
+        return before, len(recorder.spans)
+
+    assert asyncio.run(follow()) == (0, 1)
 
 
-def _restore(path: pathlib.Path, **knobs: Any) -> orbax_ext.RestoreReport:
-    with orbax_ext.registered(**knobs), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.restore(path, _state())
-    found = orbax_ext.last_report()
-    assert found is not None
-    return found
+def test_a_wait_ends_now_and_names_the_last_process() -> None:
+    recorder = Recorder()
+    recorder.waited("arrive", 2.5, 3)
+    (span,) = recorder.spans
+    assert (span.phase, span.note, span.waited_for) == ("wait", "arrive", 3)
+    assert span.seconds == pytest.approx(2.5)
 
 
-def test_a_restore_on_one_process_leaves_a_report(saved: pathlib.Path) -> None:
-    found = _restore(saved)
-    assert (found.process, found.processes, found.leaves, found.error) == (0, 1, 2, "")
-    assert {how.partition(":")[0] for how in found.strategy.values()} == {"direct"}
-    phases = [span.phase for span in found.own.spans]
-    assert phases == ["describe", "plan", "read"]
-    assert all(span.end >= span.start >= 0 for span in found.own.spans)
-    assert found.own.bytes_read > 0
-    assert found.own.requests > 0
-    assert found.own.host_peak_bytes > 10_000_000
+def test_a_group_is_begun_when_its_read_starts_and_read_when_its_exchange_starts() -> None:
+    recorder = Recorder()
+    with recorder.span("read", group=0), recorder.span("read"):
+        assert recorder.groups_begun == {0, None}
+        assert recorder.groups_read == set()
+    with recorder.span("exchange", group=0):
+        assert recorder.groups_read == {0}
 
 
-def test_a_failed_restore_leaves_a_report_that_says_why(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="replica axis 'nope'"):
-        _restore(saved, replica_axis="nope", strategy="single")
-    found = orbax_ext.last_report()
-    assert found is not None
-    assert found.error.startswith("ValueError: replica axis 'nope'")
-    assert "error: ValueError: replica axis 'nope'" in str(found)
+def test_the_start_is_by_the_clock_of_process_0_once_a_session_is_attached() -> None:
+    recorder = Recorder()
+    alone = recorder.started
+    session = cast(Session, types.SimpleNamespace(clock_offset=1000.0))
+    recorder.attach(session)
+    assert recorder.session is session
+    assert recorder.started == alone - 1000.0
 
 
-def test_jax_gets_events_under_orbax_names_and_ours(saved: pathlib.Path) -> None:
-    durations: dict[str, float] = {}
-    scalars: dict[str, float] = {}
-    events: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, secs, **_: durations.update({name: secs}))
-    jax.monitoring.register_scalar_listener(lambda name, value, **_: scalars.update({name: value}))
-    jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-    found = _restore(saved)
-    read = durations["/jax/checkpoint/read/primary_replica_deserialization_duration_secs"]
-    assert read == durations["/orbax_ext/restore/read_duration_secs"] == found.own.seconds["read"]
-    assert durations["/orbax_ext/restore/duration_secs"] >= read
-    assert scalars["/orbax_ext/restore/bytes_read"] == found.own.bytes_read
-    assert "/orbax_ext/restore/finished" in events
+def test_what_a_recorder_gives_out_does_not_change_it() -> None:
+    recorder = Recorder()
+    member = reports.make_report(2).members[1]
+    recorder.add_reports({1: member})
+    recorder.other_reports.clear()
+    assert recorder.other_reports == {1: member}
 
 
-def test_phases_show_in_jax_profiles(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.core
+def test_phases_show_in_jax_profiles(restore: Callable[..., Any], tmp_path: pathlib.Path) -> None:
     with jax.profiler.trace(str(tmp_path)):
-        _restore(saved)
+        restore()
     (file,) = tmp_path.rglob("*.trace.json.gz")
     names = {event.get("name", "") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
     assert {"orbax_ext.restore.describe", "orbax_ext.restore.plan", "orbax_ext.restore.read"} <= names

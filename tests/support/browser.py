@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven through chromedriver by the WebDriver protocol: no other package needed."""
+"""A headless Chromium, driven through chromedriver by the WebDriver protocol. Needs no other package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-_START_LIMIT = 60.0
+_START_LIMIT = 60.0  # seconds; machines that run tests are slow
 _CALL_LIMIT = 60.0
 _FLAGS = (
     "--headless",
@@ -35,7 +35,7 @@ _FLAGS = (
 
 
 def missing() -> str:
-    """What has to be installed before there is a browser; "" if nothing."""
+    """Returns the programs that must be installed first, or "" if all are there."""
     lacking = [] if any(map(shutil.which, _CHROMIUM)) else ["chromium"]
     return " and ".join([*lacking, *([] if shutil.which("chromedriver") else ["chromedriver"])])
 
@@ -50,14 +50,14 @@ class Browser:
         self._call("POST", "/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *args: Any) -> Any:
-        """The value that a JavaScript function body returns."""
+        """Returns the value that a JavaScript function body returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
 
     def resize(self, width: int, height: int) -> None:
         self._call("POST", "/window/rect", {"width": width, "height": height})
 
     def point_at(self, x: float, y: float) -> None:
-        """Moves the mouse there, in pixels from the window's corner."""
+        """Moves the mouse to a point, in pixels from the window's upper left corner."""
         move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"}
         self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
@@ -66,7 +66,7 @@ class Browser:
         self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": pressed}]})
 
     def prefer(self, scheme: str) -> None:
-        """Light or dark, as the user's settings would have it."""
+        """Sets the user's preference for a "light" or a "dark" color scheme."""
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": media})
 
@@ -79,12 +79,12 @@ class Browser:
 
 @contextlib.contextmanager
 def running(width: int = 1400, height: int = 900) -> Iterator[Browser]:
-    """A browser of our own with an empty profile; both end with the block."""
+    """Runs a browser with an empty profile; removes both at the end of the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        # Chromium keeps its sockets and settings under these.
+        # Chromium keeps its sockets and settings in these directories.
         env = {**os.environ, "HOME": profile, "XDG_CONFIG_HOME": profile, "XDG_CACHE_HOME": profile}
         driver = subprocess.Popen(
             ["chromedriver", f"--port={port}"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -95,8 +95,8 @@ def running(width: int = 1400, height: int = 900) -> Iterator[Browser]:
             flags = [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={profile}/profile"]
             binary = next(filter(None, map(shutil.which, _CHROMIUM)))
             options = {"goog:chromeOptions": {"args": flags, "binary": binary}}
-            found = _call("POST", f"{address}/session", {"capabilities": {"alwaysMatch": options}})
-            session = f"{address}/session/{found['sessionId']}"
+            created = _call("POST", f"{address}/session", {"capabilities": {"alwaysMatch": options}})
+            session = f"{address}/session/{created['sessionId']}"
             try:
                 yield Browser(session)
             finally:

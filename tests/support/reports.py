@@ -1,21 +1,25 @@
-"""Reports of restores that did not happen, to work with: the figures are made up, the shape is real."""
+"""Reports of restores that did not happen: the figures are made up, the structure is real."""
 
 from __future__ import annotations
 
 import random
 
-from orbax_ext.report.report import ProcessReport, RestoreReport
+from orbax_ext.report.process_report import ProcessReport
+from orbax_ext.report.report import RestoreReport
 from orbax_ext.report.spans import Span, seconds_by_phase
 
 STARTED = 1_790_000_000.0
 
 
 def make_report(processes: int, groups: int = 4, *, slow: int | None = None, seed: int = 0) -> RestoreReport:
-    """All processes read a share of each group and exchange it while they read the next; `slow` reads for long."""
+    """Returns a report in which all processes read a share of each group and exchange it while they read the next.
+
+    The process `slow` takes three times as long to read.
+    """
     chance = random.Random(seed)
     spans: dict[int, list[Span]] = {process: [] for process in range(processes)}
     now = [0.0] * processes
-    free = 0.0  # when the exchange before is over
+    free = 0.0  # when the previous exchange is over
 
     def work(process: int, phase: str, seconds: float, group: int | None = None, count: int = 0) -> None:
         spans[process].append(Span(phase, now[process], now[process] + seconds, group, count))
@@ -50,15 +54,15 @@ def make_report(processes: int, groups: int = 4, *, slow: int | None = None, see
             process,
             f"host-{process // 8}",
             STARTED,
-            seconds_by_phase(found),
-            tuple(sorted(found, key=lambda span: span.start)),
+            seconds_by_phase(own),
+            tuple(sorted(own, key=lambda span: span.start)),
             bytes_read=groups * 256_000_000,
             requests=groups * 40,
             bytes_received=groups * 256_000_000 * (processes - 1),
             bytes_sent=groups * 256_000_000 * (processes - 1),
             host_peak_bytes=3_000_000_000,
         )
-        for process, found in spans.items()
+        for process, own in spans.items()
     }
     strategy = {f"layer_{number}": "spread" for number in range(32)} | {"rng": "direct: it is a typed PRNG key"}
     return RestoreReport(0, processes, members, len(strategy), groups, strategy)

@@ -1,0 +1,54 @@
+"""The report of one process as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orbax_ext.report.process_report import ProcessReport
+from orbax_ext.report.spans import Span
+from tests.support import reports
+
+REPORT = ProcessReport(
+    0,
+    "host",
+    100.0,
+    {"read": 1.0},
+    (
+        Span("wait", 0.0, 1.0, waited_for=2),
+        Span("read", 1.0, 2.0, 0),
+        Span("wait", 2.0, 2.5, waited_for=1),
+        Span("wait", 3.0, 3.25, waited_for=0),
+        Span("wait", 3.5, 4.5, waited_for=1),
+    ),
+)
+
+
+def test_waits_are_by_process_without_its_own_the_longest_first() -> None:
+    assert list(REPORT.waits.items()) == [(1, 1.5), (2, 1.0)]
+
+
+def test_the_total_is_the_end_of_the_last_span() -> None:
+    assert REPORT.total_seconds == 4.5
+    assert REPORT.shortened(0).total_seconds == 0.0
+
+
+def test_a_shortened_report_counts_the_spans_that_it_left_out() -> None:
+    shortened = REPORT.shortened(3).shortened(2)
+    assert (len(shortened.spans), shortened.spans_left_out) == (2, 3)
+    assert shortened.seconds == REPORT.seconds
+
+
+def test_a_report_comes_back_from_its_plain_data() -> None:
+    report = reports.make_report(2).members[1]
+    data = json.loads(json.dumps(report.to_dict()))
+    assert ProcessReport.from_dict(data).to_dict() == data
+
+
+@pytest.mark.parametrize("field", sorted(REPORT.to_dict()))
+def test_no_field_may_be_absent(field: str) -> None:
+    data = REPORT.to_dict()
+    del data[field]
+    with pytest.raises(KeyError, match=field):
+        ProcessReport.from_dict(data)
