@@ -13,7 +13,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.plan import Leaf, MeshInfo
-from orbax_ext.storage import array_metadata as stored_lib
+from orbax_ext.storage import array_metadata
 from orbax_ext.upstream import runtime
 from orbax_ext.upstream.array_handler import Format, SavedArray, ShardingMetadata, saved_arrays
 
@@ -66,7 +66,7 @@ async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any]
     ]
     stored = {}
     if incomplete:
-        metadata = await stored_lib.look_up(handler, [infos[index] for index in incomplete])
+        metadata = await array_metadata.read(handler, [infos[index] for index in incomplete])
         stored = dict(zip(incomplete, metadata, strict=True))
     meshes: dict[Mesh, int] = {}
     leaf_requests = []

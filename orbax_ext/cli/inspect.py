@@ -10,7 +10,7 @@ from typing import Any
 from orbax_ext import text as text_lib
 from orbax_ext.cli import exits, paths
 from orbax_ext.storage import checkpoint
-from orbax_ext.storage.checkpoint import Item, Leaf, Manager, Step
+from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
 _EPILOG = """examples:
   orbax-ext inspect /ckpt/run7               the steps, which of them are committed, how large they are
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with paths.readable(args.checkpoint):
         found = checkpoint.inspect(args.checkpoint, args.step)
-    if isinstance(found, Manager):
+    if isinstance(found, ManagerDirectory):
         print(json.dumps(_manager_data(found), indent=2) if args.json else _manager_text(found))
         return exits.EXIT_OK if any(step.state.committed for step in found.steps) else exits.EXIT_BAD_VERDICT
     data = {"path": args.checkpoint, "items": [_item_data(item) for item in found]}
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in found for leaf in item.leaves) else exits.EXIT_OK
 
 
-def _manager_text(manager: Manager) -> str:
+def _manager_text(manager: ManagerDirectory) -> str:
     rows = [
         (
             step.name,
@@ -65,7 +65,7 @@ def _manager_text(manager: Manager) -> str:
     return "\n".join(lines)
 
 
-def _newest(committed: Sequence[Step]) -> str:
+def _newest(committed: Sequence[SavedStep]) -> str:
     if not committed:
         return "No step is committed: there is nothing to restore from."
     newest = committed[-1]
@@ -73,7 +73,7 @@ def _newest(committed: Sequence[Step]) -> str:
     return f"{text_lib.count(len(committed), 'committed step')}; a restore takes {newest.name}{shown}"
 
 
-def _item_text(item: Item) -> str:
+def _item_text(item: CheckpointItem) -> str:
     lines = [f"{item.path}", f"  {_facts(item)}"]
     if not item.has_arrays:
         return "\n".join(lines)
@@ -82,10 +82,10 @@ def _item_text(item: Item) -> str:
     return "\n".join(lines)
 
 
-def _facts(item: Item) -> str:
+def _facts(item: CheckpointItem) -> str:
     facts = [f"committed: {item.state.because}"]
     if item.has_arrays:
-        facts.append(f"{item.format}{' in OCDBT' if item.in_database else ', a file for each chunk'}")
+        facts.append(f"{item.format}{' in OCDBT' if item.ocdbt else ', a file for each chunk'}")
     else:
         facts.append(f"no arrays, {text_lib.size(item.bytes_on_disk)} in {text_lib.count(item.files, 'file')}")
     if item.mesh:
@@ -99,12 +99,12 @@ def _facts(item: Item) -> str:
     return "; ".join(facts)
 
 
-def _leaves_table(leaves: Sequence[Leaf]) -> str:
+def _leaves_table(leaves: Sequence[StoredLeaf]) -> str:
     head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
     return text_lib.table(head, [_row(leaf) for leaf in leaves], right=(4, 6, 7, 8))
 
 
-def _row(leaf: Leaf) -> tuple[str, ...]:
+def _row(leaf: StoredLeaf) -> tuple[str, ...]:
     sharding = str(leaf.sharding) if leaf.sharding else "-"
     if leaf.array is None:
         return (leaf.name, leaf.kind, "-", "-", "-", sharding, "-", "MISSING" if leaf.problem else "-", "")
@@ -125,7 +125,7 @@ def _row(leaf: Leaf) -> tuple[str, ...]:
     )
 
 
-def _totals(item: Item) -> str:
+def _totals(item: CheckpointItem) -> str:
     arrays = sum(leaf.array is not None for leaf in item.leaves)
     return (
         f"{text_lib.count(len(item.leaves), 'leaf')}, {text_lib.count(arrays, 'array')}: "
@@ -135,7 +135,7 @@ def _totals(item: Item) -> str:
     )
 
 
-def _manager_data(manager: Manager) -> dict[str, Any]:
+def _manager_data(manager: ManagerDirectory) -> dict[str, Any]:
     steps = [
         {
             "step": step.number,
@@ -152,14 +152,14 @@ def _manager_data(manager: Manager) -> dict[str, Any]:
     return {"path": manager.path, "steps": steps}
 
 
-def _item_data(item: Item) -> dict[str, Any]:
+def _item_data(item: CheckpointItem) -> dict[str, Any]:
     return {
         "path": item.path,
         "committed": item.state.committed,
         "because": item.state.because,
         "handler": item.handler or None,
         "format": item.format,
-        "ocdbt": item.in_database,
+        "ocdbt": item.ocdbt,
         "mesh": dict(item.mesh) or None,
         "processes_that_wrote": item.writers,
         "devices_by_process": item.saved_by or None,
@@ -171,7 +171,7 @@ def _item_data(item: Item) -> dict[str, Any]:
     }
 
 
-def _leaf_data(leaf: Leaf) -> dict[str, Any]:
+def _leaf_data(leaf: StoredLeaf) -> dict[str, Any]:
     data: dict[str, Any] = {"name": leaf.name, "kind": leaf.kind}
     if leaf.array is not None:
         header = leaf.array.header

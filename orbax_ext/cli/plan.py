@@ -120,7 +120,7 @@ def _described(args: argparse.Namespace) -> list[Described]:
     return found
 
 
-def _from_leaf(leaf: checkpoint.Leaf, item: str) -> Described:
+def _from_leaf(leaf: checkpoint.StoredLeaf, item: str) -> Described:
     assert leaf.array is not None
     header = leaf.array.header
     reason = ""

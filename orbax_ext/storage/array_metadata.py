@@ -1,4 +1,4 @@
-"""What the checkpoint knows of stored arrays: shape, dtype and the sharding they were saved with."""
+"""Shape, dtype and saved sharding of stored arrays, as Orbax reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orbax_ext.upstream.array_handler import sharding_from_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class ArrayMetadata:
     """The part of Orbax's ArrayMetadata that a restore needs."""
 
     shape: tuple[int, ...]
@@ -25,33 +25,30 @@ class Stored:
     sharding: Any  # Orbax's ShardingMetadata, or None
 
 
-async def look_up(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Sequence[Any]:
-    """Orbax's metadata of the arrays; from S3 one process reads it and tells the others.
+async def read(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Sequence[Any]:
+    """Returns Orbax's metadata of the arrays. From S3, one process reads it for all.
 
-    Otherwise every process would open every array: three or more requests for each of them.
+    If every process opened every array, it would send three or more requests for each of them.
     """
     snapshot = s3.snapshot_of(infos[0].parent_dir)
     if snapshot is None:
         return await handler.metadata(infos)
 
-    def ask() -> list[dict[str, Any]]:
-        return [_as_plain(found) for found in asyncio.run(handler.metadata(infos))]
+    def read_all() -> list[dict[str, Any]]:
+        return [to_json(metadata) for metadata in asyncio.run(handler.metadata(infos))]
 
-    what = f"arrays {digest([info.name for info in infos])}"
-    found = await in_thread(snapshot.ask, what, str(infos[0].parent_dir), ask)
-    return [
-        Stored(
-            tuple(plain["shape"]),
-            None if plain["dtype"] is None else jnp.dtype(plain["dtype"]),
-            sharding_from_text(plain["sharding"]),
-        )
-        for plain in found
-    ]
+    name = f"arrays {digest([info.name for info in infos])}"
+    return [from_json(data) for data in await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)]
 
 
-def _as_plain(found: Any) -> dict[str, Any]:
+def to_json(metadata: Any) -> dict[str, Any]:
     return {
-        "shape": [int(size) for size in found.shape],
-        "dtype": None if found.dtype is None else jnp.dtype(found.dtype).name,
-        "sharding": None if found.sharding is None else found.sharding.to_serialized_string(),
+        "shape": [int(size) for size in metadata.shape],
+        "dtype": None if metadata.dtype is None else jnp.dtype(metadata.dtype).name,
+        "sharding": None if metadata.sharding is None else metadata.sharding.to_serialized_string(),
     }
+
+
+def from_json(data: dict[str, Any]) -> ArrayMetadata:
+    dtype = None if data["dtype"] is None else jnp.dtype(data["dtype"])
+    return ArrayMetadata(tuple(data["shape"]), dtype, sharding_from_text(data["sharding"]))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax_ext.cli import exits, main
 from orbax_ext.storage import checkpoint, counters
 from orbax_ext.storage import s3 as s3_lib
-from orbax_ext.storage.checkpoint import arrays, trees
+from orbax_ext.storage.checkpoint import arrays, metadata
 from orbax_ext.upstream.array_handler import array_context, array_store
 
 FORMATS = {
@@ -278,7 +278,7 @@ def test_a_database_with_many_nodes_is_listed_in_full(tmp_path: pathlib.Path) ->
     assert {name: (array.stored_bytes, array.chunks) for name, array in found.items()} == {
         f"layers.{number}": (360 + 9 * number, 9) for number in range(5)
     }
-    assert found["layers.3"].header == trees.ArrayHeader((9,), "float32", 4, (1,), (1,))
+    assert found["layers.3"].header == metadata.ArrayHeader((9,), "float32", 4, (1,), (1,))
 
 
 def test_a_checkpoint_on_s3_is_described_and_verified_as_one_on_disk(

@@ -1,4 +1,4 @@
-"""S3 on real processes: save, restart, restore; one process's error is everyone's; what is asked of the store."""
+"""S3 on real processes: saving, restoring after a restart, shared errors, and the requests that are sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = {name: spec for name, spec in world.STATE.items() if name != "embedding"
 
 @pytest.fixture(scope="module")
 def job(_proxy: FaultProxy) -> Iterator[lab.Cluster]:
-    """4 processes x 2 devices that reach the store through the proxy, by the usual variables."""
+    """4 processes x 2 devices that find the proxy by the usual variables."""
     env = {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": _proxy.url, "AWS_REGION": "us-east-1"}
     with lab.Cluster(processes=4, devices=2, env=env) as running:
         yield running
@@ -31,24 +31,24 @@ def job(_proxy: FaultProxy) -> Iterator[lab.Cluster]:
 
 @pytest.fixture(scope="module")
 def saved(job: lab.Cluster, s3_port: int) -> str:
-    """A checkpoint on S3, saved by 4 processes that are gone: those of `job` are started anew."""
+    """A checkpoint on S3, saved by 4 processes that have ended; those of `job` start again."""
     s3_server.make_bucket(s3_port, "multi")
     job.run(save, "s3://multi/run")
     job.stop()
     return "s3://multi/run"
 
 
-def test_saved_by_four_processes_and_restored_by_four_new_ones(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+def test_four_new_processes_restore_what_four_others_saved(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
-    found = job.run(restore, saved)
-    assert world.all_of([differences for differences, _ in found]) == []
-    assert [report["array_bytes"] > 0 for _, report in found] == [True, False, False, False]  # one replica reads
+    results = job.run(restore, saved)
+    assert world.all_of([differences for differences, _ in results]) == []
+    assert [report["array_bytes"] > 0 for _, report in results] == [True, False, False, False]  # one replica reads
 
 
-def test_check_takes_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+def test_check_rehearses_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
-    found = job.run(rehearsal.rehearse, rehearsal.Request(saved))
-    assert [verdict.line(facts).startswith("verdict: OK") for facts in found] == [True] * 4, found[0].error
+    facts = job.run(rehearsal.rehearse, rehearsal.Request(saved))
+    assert [verdict.line(each).startswith("verdict: OK") for each in facts] == [True] * 4, facts[0].error
 
 
 def test_each_piece_of_metadata_is_read_by_one_process(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
@@ -64,14 +64,14 @@ def test_each_piece_of_metadata_is_read_by_one_process(job: lab.Cluster, saved: 
     assert len(proxy.requests) > 3 * sum(asked.values())
 
 
-def test_shapes_and_dtypes_that_nobody_named_are_looked_up_by_one_process(
+def test_shapes_and_dtypes_that_are_not_given_are_read_by_one_process(
     job: lab.Cluster, saved: str, proxy: FaultProxy
 ) -> None:
     job.run(make_manager, saved)
     proxy.requests.clear()
     assert world.all_of(job.run(restore_by_shardings)) == []
     manifests = [request for request in proxy.requests if request.line.endswith("default/manifest.ocdbt")]
-    assert 1 <= len(manifests) <= 2  # one process looks the arrays up, one replica reads them
+    assert 1 <= len(manifests) <= 2  # one process reads the metadata, one replica the arrays
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_shapes_and_dtypes_that_nobody_named_are_looked_up_by_one_process(
     ],
     ids=["expired credentials", "access denied", "throttled for good"],
 )
-def test_one_process_fails_to_read_and_all_raise_the_same_error_without_a_secret(
+def test_all_raise_the_read_error_of_one_without_a_secret(
     job: lab.Cluster, saved: str, proxy: FaultProxy, fault: Fault, remedy: str
 ) -> None:
     proxy.faults.append(Fault(fault.kind, fault.match))
@@ -94,14 +94,14 @@ def test_one_process_fails_to_read_and_all_raise_the_same_error_without_a_secret
     message = messages.pop()
     assert f"{saved}/0/default" in message
     assert remedy in message
-    told = message + "".join(
+    output = message + "".join(
         str(outcome.failure and outcome.failure.traceback) + job.log(outcome.rank) for outcome in outcomes
     )
-    assert s3_server.SECRET_KEY not in told
-    assert s3_server.SESSION_TOKEN not in told
+    assert s3_server.SECRET_KEY not in output
+    assert s3_server.SESSION_TOKEN not in output
 
 
-def test_metadata_that_can_not_be_read_fails_on_all_alike(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+def test_metadata_that_can_not_be_read_is_one_error_on_all(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     job.run(make_manager, saved)
     proxy.faults.append(Fault("denied", "GET .*/default/_METADATA"))
     outcomes = job.outcomes(restore_again)
@@ -116,14 +116,14 @@ def test_a_missing_bucket_is_named_by_all(job: lab.Cluster, proxy: FaultProxy) -
     assert all("s3://no-such-bucket/run" in str(outcome.failure) for outcome in outcomes)
 
 
-def test_passing_faults_harm_nobody(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+def test_passing_faults_are_retried(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     proxy.faults += [
         Fault("503", "GET ", times=3),
         Fault("reset", "GET .*/d/", times=2),
         Fault("short", "GET .*_METADATA", times=1),
     ]
-    found = job.run(restore, saved)
-    assert world.all_of([differences for differences, _ in found]) == []
+    results = job.run(restore, saved)
+    assert world.all_of([differences for differences, _ in results]) == []
     assert all(fault.hits for fault in proxy.faults)
 
 
@@ -134,7 +134,7 @@ def test_a_job_killed_just_before_a_save_is_complete_leaves_no_checkpoint(
     run = job.submit(save, saved, step=1)
     deadline = time.monotonic() + 60
     while not proxy.faults[0].hits:
-        assert time.monotonic() < deadline, "the save did not come to its end"
+        assert time.monotonic() < deadline, "the save did not reach its commit file"
         time.sleep(0.01)
     for rank in range(4):
         job.signal(rank, signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_a_job_killed_just_before_a_save_is_complete_leaves_no_checkpoint(
     assert job.run(latest_step, saved) == [0] * 4
 
 
-def test_work_that_the_first_process_fails_to_do_for_all_is_done_by_the_others(job: lab.Cluster) -> None:
+def test_work_that_fails_on_the_first_process_is_done_by_each_of_the_others(job: lab.Cluster) -> None:
     assert sorted(job.run(share_what_fails_first)) == ["done by itself"] * 3 + ["failed"]
 
 
@@ -151,7 +151,7 @@ def test_a_long_result_is_shared_in_full(job: lab.Cluster) -> None:
     assert job.run(share_a_long_result) == [1] * 4
 
 
-# Run on the processes.
+# Functions that run on the processes.
 
 _manager: Any = None
 
@@ -174,7 +174,7 @@ def make_manager(path: str, share_metadata: bool = True) -> None:
 
 
 def restore_again() -> tuple[list[str], dict[str, int]]:
-    """Restores with the manager that is there."""
+    """Restores with the manager that `make_manager` has made."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -191,16 +191,16 @@ def restore_again() -> tuple[list[str], dict[str, int]]:
 
 
 def restore_by_shardings() -> list[str]:
-    """Restores with restore args that say nothing of shapes and dtypes."""
+    """Restores with restore args that do not give shapes and dtypes."""
     import jax
     import orbax.checkpoint as ocp
 
     import orbax_ext
 
     mesh = MESH.make()
-    wanted = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), world.shardings(STATE, mesh))
+    restore_args = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), world.shardings(STATE, mesh))
     with orbax_ext.registered(replica_axis="dp", strategy="single"):
-        restored = _manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=wanted))
+        restored = _manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=restore_args))
     return world.differences(restored, STATE, mesh)
 
 
@@ -211,8 +211,8 @@ def restore(path: str) -> tuple[list[str], dict[str, int]]:
 
 def latest_step(path: str) -> int | None:
     make_manager(path)
-    found: int | None = _manager.latest_step()
-    return found
+    step: int | None = _manager.latest_step()
+    return step
 
 
 def share_what_fails_first() -> str:

@@ -1,4 +1,4 @@
-"""A proxy in front of the S3 server that counts requests and, when told, does what networks and stores do at times."""
+"""A proxy in front of the S3 server that records requests and injects the faults of networks and stores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any, Self
 
 from tests.support import s3_server
 
+_SILENCE = 20.0  # seconds until a connection without an answer is closed
 _DROPPED_HEADERS = ("connection", "transfer-encoding", "keep-alive", "proxy-connection", "expect")
 
-# As AWS does it: the answer to an expired session repeats the token.
+# As on AWS, the answer to an expired session repeats the token.
 _EXPIRED = (
     "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message>"
     f"<Token-0>{s3_server.SESSION_TOKEN}</Token-0></Error>"
@@ -31,7 +32,7 @@ _ANSWERS = {
 
 @dataclasses.dataclass
 class Fault:
-    """What to do to requests that match, such as `Fault("503", "GET .*manifest", times=2)`."""
+    """A fault of all requests that match, such as `Fault("503", "GET .*manifest", times=2)`."""
 
     kind: str  # "500", "503", "expired", "denied", "reset", "short", "slow", "stall", "hold" (never reaches the store)
     match: str = ""  # a regular expression, searched in "METHOD /bucket/key?query"
@@ -42,14 +43,14 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request that was seen."""
+    """One request that the proxy has answered."""
 
     line: str  # "METHOD /bucket/key?query"
     sent: int  # bytes of the answer's body
 
 
 class FaultProxy:
-    """Listens on loopback and forwards to the server on `upstream`; used as a context."""
+    """Listens on loopback and forwards to the server on port `upstream`; used as a context."""
 
     def __init__(self, upstream: int) -> None:
         self.faults: list[Fault] = []
@@ -75,7 +76,7 @@ class FaultProxy:
         self._server.server_close()
 
     def calm(self) -> None:
-        """No more faults, and nothing seen yet."""
+        """Removes all faults and forgets all requests."""
         with self._lock:
             self.faults.clear()
             self.requests.clear()
@@ -88,7 +89,7 @@ class FaultProxy:
                     return fault if fault.hits > fault.skip else None
         return None
 
-    def note(self, line: str, sent: int) -> None:
+    def record(self, line: str, sent: int) -> None:
         with self._lock:
             self.requests.append(Request(line, sent))
 
@@ -121,7 +122,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(line, status, [("Content-Type", "application/xml")], text.encode())
             return
         if fault is not None and fault.kind == "hold":
-            time.sleep(20)
+            time.sleep(_SILENCE)
             self.close_connection = True
             return
         status, headers, content = self.owner.forward(self.command, path, self.headers, body)
@@ -130,7 +131,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer  # noqa: N815
 
     def _path_style(self) -> str:
-        """/bucket/key, also for a request in virtual-host style or for one that a client sends to its proxy."""
+        """Returns /bucket/key, also for a request in virtual-host style or one that a client sends to an HTTP proxy."""
         parsed = urllib.parse.urlsplit(self.path)
         path = urllib.parse.urlunsplit(("", "", parsed.path or "/", parsed.query, ""))
         host = (parsed.hostname or str(self.headers.get("Host", ""))).partition(":")[0]
@@ -143,40 +144,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         length = str(len(body))
         for name, value in headers:
             if name.lower() == "content-length":
-                length = value  # of a HEAD: without a body
+                length = value  # the answer to a HEAD has a length but no body
             elif name.lower() not in _DROPPED_HEADERS:
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command == "HEAD":
             body = b""
-        self.owner.note(line, len(body))
-        half = len(body) // 2
+        self.owner.record(line, len(body))
         try:
-            if fault == "reset":
-                self.wfile.write(body[:half])
-                self.wfile.flush()
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                self.close_connection = True
-            elif fault == "short":
-                self.wfile.write(body[:half])
-                self.wfile.flush()
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-            elif fault == "stall":
-                self.wfile.write(body[:half])
-                self.wfile.flush()
-                time.sleep(20)
-                self.close_connection = True
-            elif fault == "slow":
-                for start in range(0, len(body), max(1, len(body) // 8)):
-                    self.wfile.write(body[start : start + max(1, len(body) // 8)])
-                    self.wfile.flush()
-                    time.sleep(0.05)
-            else:
-                self.wfile.write(body)
+            self._write(body, fault)
         except OSError:
             self.close_connection = True
+
+    def _write(self, body: bytes, fault: str) -> None:
+        if fault == "slow":
+            step = max(1, len(body) // 8)
+            for start in range(0, len(body), step):
+                self.wfile.write(body[start : start + step])
+                self.wfile.flush()
+                time.sleep(0.05)
+        elif fault in ("reset", "short", "stall"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            elif fault == "short":
+                self.connection.shutdown(socket.SHUT_RDWR)
+            else:
+                time.sleep(_SILENCE)
+            self.close_connection = True
+        else:
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass

@@ -1,6 +1,6 @@
-"""A real S3-compatible server for tests: moto's, over loopback HTTP, from an environment of its own.
+"""Runs moto's S3-compatible server for tests, over loopback HTTP, from an environment of its own.
 
-`make test` makes that environment under .venv/s3server; ORBAX_EXT_S3_SERVER names another moto_server.
+`make test` builds that environment in .venv/s3server; ORBAX_EXT_S3_SERVER names another moto_server.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ENVIRONMENT = {
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
 }
-_START_LIMIT = 60.0
+_START_LIMIT = 60.0  # seconds
 
 
 def command() -> pathlib.Path:
-    """Where moto_server is, or should be."""
+    """Returns the path where moto_server is expected."""
     named = os.environ.get("ORBAX_EXT_S3_SERVER")
     return pathlib.Path(named or pathlib.Path(__file__).parents[2] / ".venv" / "s3server" / "bin" / "moto_server")
 
 
 @contextlib.contextmanager
 def running() -> Iterator[int]:
-    """A server for as long as the context lasts; gives its port."""
+    """Runs a server and yields its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -68,7 +68,7 @@ def rehearse(request: Request) -> Facts:
     return facts
 
 
-def items(request: Request) -> list[checkpoint.Item]:
+def items(request: Request) -> list[checkpoint.CheckpointItem]:
     """The parts of the checkpoint that hold arrays."""
     found = [item for item in checkpoint.items_of(request.path, request.step) if item.has_arrays]
     if not found:
@@ -76,7 +76,7 @@ def items(request: Request) -> list[checkpoint.Item]:
     return found
 
 
-def _rehearse_item(session: Session, request: Request, item: checkpoint.Item, facts: Facts) -> Facts:
+def _rehearse_item(session: Session, request: Request, item: checkpoint.CheckpointItem, facts: Facts) -> Facts:
     mesh, mesh_from = _together(session, "make the mesh", lambda: _mesh(request, item))
     chosen = _together(session, "choose specs", lambda: _specs(request, item, dict(mesh.shape)))
     hosts = {process: told.host for process, told in facts.told.items()}
@@ -111,7 +111,7 @@ def _together(session: Session, phase: str, work: Callable[[], T]) -> T:
 def _restore(
     session: Session,
     request: Request,
-    item: checkpoint.Item,
+    item: checkpoint.CheckpointItem,
     specs: Mapping[str, notation.Spec],
     mesh: Mesh,
 ) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _add(told: Told, more: Mapping[str, Any]) -> Told:
     )
 
 
-def _mesh(request: Request, item: checkpoint.Item) -> tuple[Mesh, str]:
+def _mesh(request: Request, item: checkpoint.CheckpointItem) -> tuple[Mesh, str]:
     count = jax.device_count()
     if request.mesh is not None:
         wanted = math.prod(size for _, size in request.mesh)
@@ -184,7 +184,7 @@ class _Chosen:
     notes: tuple[str, ...]
 
 
-def _specs(request: Request, item: checkpoint.Item, mesh: Mapping[str, int]) -> _Chosen:
+def _specs(request: Request, item: checkpoint.CheckpointItem, mesh: Mapping[str, int]) -> _Chosen:
     specs: dict[str, notation.Spec] = {}
     unfit: list[str] = []
     for leaf in item.leaves:
@@ -202,7 +202,7 @@ def _specs(request: Request, item: checkpoint.Item, mesh: Mapping[str, int]) -> 
     return _Chosen(specs, notes)
 
 
-def _cut(item: checkpoint.Item, specs: Mapping[str, notation.Spec]) -> dict[str, float]:
+def _cut(item: checkpoint.CheckpointItem, specs: Mapping[str, notation.Spec]) -> dict[str, float]:
     """By mesh axis, the share of the bytes that is sharded over it."""
     sizes = {leaf.name: leaf.array.header.logical_bytes for leaf in item.leaves if leaf.array and leaf.name in specs}
     total = sum(sizes.values()) or 1
@@ -213,7 +213,7 @@ def _cut(item: checkpoint.Item, specs: Mapping[str, notation.Spec]) -> dict[str,
     return found
 
 
-def _check_room(item: checkpoint.Item, specs: Mapping[str, notation.Spec], mesh: Mesh) -> None:
+def _check_room(item: checkpoint.CheckpointItem, specs: Mapping[str, notation.Spec], mesh: Mesh) -> None:
     """A restore that can't fit would be killed by the system, which is no verdict."""
     sizes = dict(mesh.shape)
     needed = 0
@@ -230,7 +230,10 @@ def _check_room(item: checkpoint.Item, specs: Mapping[str, notation.Spec], mesh:
 
 
 def _restore_args(
-    handler: ocp.PyTreeCheckpointHandler, item: checkpoint.Item, specs: Mapping[str, notation.Spec], mesh: Mesh
+    handler: ocp.PyTreeCheckpointHandler,
+    item: checkpoint.CheckpointItem,
+    specs: Mapping[str, notation.Spec],
+    mesh: Mesh,
 ) -> Any:
     keys = {leaf.name for leaf in item.leaves if leaf.key_type}
 

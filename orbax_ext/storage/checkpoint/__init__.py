@@ -1,25 +1,25 @@
 """What a checkpoint holds, from its metadata alone: no devices, no `jax.distributed`, no array data.
 
-    found = inspection.inspect("/ckpt/run7")  # a Manager, a Step or an Item
+    checkpoint.inspect("/ckpt/run7")  # a ManagerDirectory with its steps, or the items of one step
 
 Works on local disks and, once `orbax_ext.storage.enable_s3` was called, on s3://.
 """
 
 from orbax_ext.storage.checkpoint.arrays import StoredArray
-from orbax_ext.storage.checkpoint.checkpoint import inspect, items_of, locate
 from orbax_ext.storage.checkpoint.errors import NotACheckpointError, UnfinishedError
-from orbax_ext.storage.checkpoint.records import Item, Leaf, Manager, State, Step
-from orbax_ext.storage.checkpoint.trees import SavedSharding
+from orbax_ext.storage.checkpoint.inspection import inspect, items_of, locate
+from orbax_ext.storage.checkpoint.metadata import SavedSharding
+from orbax_ext.storage.checkpoint.records import CheckpointItem, CommitState, ManagerDirectory, SavedStep, StoredLeaf
 
 __all__ = [
-    "Item",
-    "Leaf",
-    "Manager",
+    "CheckpointItem",
+    "CommitState",
+    "ManagerDirectory",
     "NotACheckpointError",
     "SavedSharding",
-    "State",
-    "Step",
+    "SavedStep",
     "StoredArray",
+    "StoredLeaf",
     "UnfinishedError",
     "inspect",
     "items_of",

@@ -1,7 +1,7 @@
-"""Digests kept beside a checkpoint: where they are, and how they are made from what is stored.
+"""Files with the digests of a checkpoint's arrays: where they are, and how they are computed.
 
-They live in a hidden file next to the checkpoint's own directory, so that nothing in the checkpoint changes and no
-listing of steps sees them. The file says which checkpoint it is about: one saved again under the same name is another.
+A hidden file beside the checkpoint's own directory holds them, so that nothing in the checkpoint changes and no listing
+of steps shows them. It names its checkpoint by `identity`: another one saved later under the same name does not match.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_ext.storage.checkpoint import digests
+from orbax_ext.storage.filenames import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
 from orbax_ext.upstream.array_handler import array_context, array_store
 
 _SUFFIX = "orbax_ext_digests.json"
-_CHECKPOINT_MARK = "_CHECKPOINT_METADATA"
 _SLAB = 64 << 20  # bytes that are read at a time
-_MAX_FILE = 1 << 28
+_MAX_FILE = 1 << 28  # bytes: enough for more than a million leaves
 
-Leaves = Mapping[str, Mapping[str, Any]]  # by name: shape, dtype, digest
+LeafDigests = Mapping[str, Mapping[str, Any]]  # by name: shape, dtype, digest
 
 
 def path_for(item: epath.PathLike) -> epath.Path:
-    """Where the digests of a directory of arrays are kept."""
+    """Returns the path of the digest file of a directory of arrays."""
     item = epath.Path(item)
-    if not (item / _CHECKPOINT_MARK).exists() and (item.parent / _CHECKPOINT_MARK).exists():
+    if not (item / STEP_METADATA).exists() and (item.parent / STEP_METADATA).exists():
         step = item.parent
         return step.parent / f".{step.name}.{item.name}.{_SUFFIX}"
     return item.parent / f".{item.name}.{_SUFFIX}"
 
 
-def load(item: epath.PathLike) -> Leaves | None:
-    """The digests stored beside a checkpoint, or None if there are none that are about it."""
+def load(item: epath.PathLike) -> LeafDigests | None:
+    """Returns the digests stored beside a checkpoint, or None if there are none of this checkpoint."""
     path = path_for(item)
     if not path.exists() or path.stat().length > _MAX_FILE:
         return None
@@ -44,44 +44,45 @@ def load(item: epath.PathLike) -> Leaves | None:
     return content["leaves"] if content["checkpoint"] == identity(item) else None
 
 
-def write(item: epath.PathLike, leaves: Leaves) -> epath.Path:
+def write(item: epath.PathLike, leaves: LeafDigests) -> epath.Path:
+    """Writes the digest file and returns its path."""
     path = path_for(item)
     path.write_text(json.dumps({"checkpoint": identity(item), "leaves": dict(leaves)}, indent=1))
     return path
 
 
 def identity(item: epath.PathLike) -> str:
-    """Tells apart two checkpoints of the same name."""
+    """Returns a hash that differs between two checkpoints of the same name."""
     item = epath.Path(item)
-    manifest = item / "manifest.ocdbt"
-    return hashlib.sha256((manifest if manifest.exists() else item / "_METADATA").read_bytes()).hexdigest()[:32]
+    manifest = item / OCDBT_MANIFEST
+    return hashlib.sha256((manifest if manifest.exists() else item / TREE_METADATA).read_bytes()).hexdigest()[:32]
 
 
 def compute(item: epath.PathLike) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Name and digest of each stored array, one after the other; of one that can't be read, the reason."""
+    """Yields name and digest of each stored array; if an array can't be read, the reason instead of the digest."""
     item = epath.Path(item)
-    in_database = (item / "manifest.ocdbt").exists()
-    context = array_context(in_database)
-    store = ts.KvStore.open(array_store(item, None, in_database), context=context).result()
+    ocdbt = (item / OCDBT_MANIFEST).exists()
+    context = array_context(ocdbt)
+    store = ts.KvStore.open(array_store(item, None, ocdbt), context=context).result()
     for key in sorted(store.list().result()):
         name, _, file = key.decode().strip("/").rpartition("/")
         driver = {".zarray": "zarr", "zarr.json": "zarr3"}.get(file)
         if driver and name:
-            yield name, _digest_of(item, name, driver, in_database)
+            yield name, _digest_of(item, name, driver, ocdbt)
 
 
-def _digest_of(item: epath.Path, name: str, driver: str, in_database: bool) -> dict[str, Any] | str:
+def _digest_of(item: epath.Path, name: str, driver: str, ocdbt: bool) -> dict[str, Any] | str:
     try:
-        spec = {"driver": driver, "kvstore": array_store(item, name, in_database)}
-        array = ts.open(spec, open=True, read=True, context=array_context(in_database)).result()
+        spec = {"driver": driver, "kvstore": array_store(item, name, ocdbt)}
+        array = ts.open(spec, open=True, read=True, context=array_context(ocdbt)).result()
         total = digests.add(digests.of_block(slab, starts, array.shape) for starts, slab in _slabs(array))
-    except ValueError as error:  # TensorStore's word for a chunk that is damaged or cut short
+    except ValueError as error:  # TensorStore raises it for a damaged or truncated chunk
         return str(error)
     return {"shape": list(array.shape), "dtype": array.dtype.numpy_dtype.name, "digest": digests.to_text(total)}
 
 
 def _slabs(array: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The array in pieces along its first dimension, each of whole chunks."""
+    """Yields starts and content of slabs along the first dimension, each of whole chunks."""
     if array.ndim == 0:
         yield (), np.asarray(array.read().result())
         return

@@ -2,7 +2,7 @@
 
 A leaf's digest is the sum, modulo 2**64, of a hash of each element's bits and its place in the leaf. So the digests of
 the shards of a leaf add up to the leaf's own, and several leaves can be folded into one number that still adds up.
-They find accidents, not forgeries.
+Digests detect accidents, not forgeries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-_CHUNK = 1 << 16  # elements at a time: what is worked on stays in the processor's cache
+_CHUNK = 1 << 16  # elements at a time, so that they stay in the processor's cache
 _MASK = (1 << 64) - 1
 _PLACE, _BITS, _FIRST, _SECOND = (
     np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -22,7 +22,7 @@ _HALF, _SHIFT = np.uint64(32), np.uint64(29)
 
 
 def of_block(block: np.ndarray, starts: Sequence[int], shape: Sequence[int]) -> int:
-    """The digest of a box of a leaf of the given shape, with its first element at `starts`."""
+    """Returns the digest of a box of a leaf of the given shape; the first element of the box is at `starts`."""
     words = _words(block)
     dims = _merged(block.shape, starts, shape)
     total = 0
@@ -35,12 +35,12 @@ def of_block(block: np.ndarray, starts: Sequence[int], shape: Sequence[int]) -> 
 
 
 def add(digests: Iterable[int]) -> int:
-    """The digest of a leaf from those of its parts."""
+    """Returns the digest of a leaf from those of its parts."""
     return sum(digests) & _MASK
 
 
 def fold(digests: Iterable[tuple[str, int]]) -> int:
-    """One number for several leaves, given name and digest of each. Folds of parts add up to the fold of wholes."""
+    """Returns one number for the names and digests of several leaves. Folds of parts add up to the fold of wholes."""
     return sum(_coefficient(name) * digest for name, digest in digests) & _MASK
 
 
@@ -66,7 +66,7 @@ def _sum_of_hashes(bits: np.ndarray, places: np.ndarray) -> int:
 
 
 def _words(block: np.ndarray) -> np.ndarray:
-    """The bits of each element, as a row of unsigned integers."""
+    """Returns the bits of each element, as a row of unsigned integers."""
     flat = np.ascontiguousarray(block).reshape(-1)
     size = flat.dtype.itemsize
     words = flat.view(f"u{min(size, 8)}").reshape(flat.size, max(1, size // 8))
@@ -75,7 +75,7 @@ def _words(block: np.ndarray) -> np.ndarray:
 
 
 def _significant(dtype: Any) -> int | None:
-    """The bits that count in types of less than a byte; what the others hold depends on who made the array."""
+    """Returns a mask of the bits that a type of less than a byte uses; the other bits may hold anything."""
     name = np.dtype(dtype).name
     if name.startswith(("int4", "uint4", "float4")):
         return 0x0F
@@ -83,7 +83,7 @@ def _significant(dtype: Any) -> int | None:
 
 
 def _merged(sizes: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(size, start, whole) of each dimension, the last first; those that follow a whole one are merged with it."""
+    """Returns (size, start, whole) of each dimension, last first; one that follows a whole one is merged with it."""
     dims: list[tuple[int, int, int]] = []
     for size, start, whole in zip(reversed(sizes), reversed(starts), reversed(shape), strict=True):
         if dims and dims[-1][0] == dims[-1][2]:
@@ -94,7 +94,7 @@ def _merged(sizes: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -
 
 
 def _places(begin: int, end: int, dims: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Where the elements `begin` to `end` of a block lie in the whole leaf, counted in row-major order."""
+    """Returns the row-major places in the whole leaf of the elements `begin` to `end` of a block."""
     rest = np.arange(begin, end, dtype=np.uint64)
     if len(dims) <= 1:
         return rest + np.uint64(dims[0][1] if dims else 0)
@@ -107,5 +107,5 @@ def _places(begin: int, end: int, dims: Sequence[tuple[int, int, int]]) -> np.nd
 
 
 def _coefficient(name: str) -> int:
-    """An odd number for each leaf, so that leaves that change places are told apart."""
+    """Returns an odd number for a leaf's name, so that leaves that change places change the fold."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") | 1

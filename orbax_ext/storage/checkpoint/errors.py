@@ -1,10 +1,10 @@
-"""What looking at a path can raise. Both are `ValueError`s in one line, with what to do."""
+"""The errors of looking at a path. Both are `ValueError`s of one line, with what to do."""
 
 from __future__ import annotations
 
 
 class NotACheckpointError(ValueError):
-    """There is no checkpoint at this path, or one that can't be understood."""
+    """There is no checkpoint at this path, or its metadata can't be understood."""
 
 
 class UnfinishedError(ValueError):

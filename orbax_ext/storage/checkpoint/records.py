@@ -1,4 +1,4 @@
-"""What there is to say of a checkpoint, as plain data."""
+"""What a checkpoint consists of, as plain data: a manager's directory, steps, items, leaves."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import dataclasses
 import os
 
 from orbax_ext.storage.checkpoint.arrays import StoredArray
-from orbax_ext.storage.checkpoint.trees import SavedSharding
-
-TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that is not complete yet
+from orbax_ext.storage.checkpoint.metadata import SavedSharding
+from orbax_ext.storage.filenames import TEMPORARY
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-    """Whether a checkpoint is complete, and what that rests on."""
+class CommitState:
+    """Whether a checkpoint is complete, and how that is known."""
 
     committed: bool
     because: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A leaf of the saved tree. What is not known of it, or does not apply, is None."""
+class StoredLeaf:
+    """A leaf of the saved tree. A field that is not known, or does not apply, is None or empty."""
 
     name: str
     kind: str  # "jax.Array", "np.ndarray", "scalar", "string", "None"...
@@ -32,19 +31,19 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class CheckpointItem:
     """A directory with a tree of arrays, or with something else that was saved beside one."""
 
     path: str
-    state: State
+    state: CommitState
     handler: str  # the class that saved it, as far as recorded
     bytes_on_disk: int
     files: int
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[StoredLeaf, ...] = ()
     has_arrays: bool = False
-    format: str = ""  # "zarr2" or "zarr3", or "files" for what is no tree
-    in_database: bool = False  # OCDBT
-    mesh: tuple[tuple[str, int], ...] = ()  # that most leaves were saved on
+    format: str = ""  # "zarr2" or "zarr3", or "files" if it has no tree
+    ocdbt: bool = False
+    mesh: tuple[tuple[str, int], ...] = ()  # on which most leaves were saved
     writers: int | None = None  # processes that wrote, as far as recorded
     saved_by: tuple[tuple[int, ...], ...] = ()  # device ids of each process, if a process_metadata item is there
 
@@ -62,11 +61,11 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of a manager's directory, without a look into its items."""
+class SavedStep:
+    """One step of a manager's directory, with the names of its items only."""
 
     path: str
-    state: State
+    state: CommitState
     items: tuple[str, ...]
     bytes_on_disk: int
     files: int
@@ -82,13 +81,14 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manager:
-    """A `CheckpointManager`'s directory."""
+class ManagerDirectory:
+    """The directory of a `CheckpointManager`."""
 
     path: str
-    steps: tuple[Step, ...]  # committed or not, in order
+    steps: tuple[SavedStep, ...]  # committed or not, in order
 
 
 def step_number(name: str) -> int | None:
-    digits = name.partition(TEMPORARY)[0].rpartition("_")[2]  # "1200", or "step_00001200"
+    """Returns the number in a step's name, such as "1200" or "step_00001200", or None if it has none."""
+    digits = name.partition(TEMPORARY)[0].rpartition("_")[2]
     return int(digits) if digits.isdecimal() else None

@@ -1,4 +1,4 @@
-"""The s3fs file system with requests counted, and answers that break off read again."""
+"""An s3fs file system that counts its requests and reads again when an answer breaks off."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import errno
 from typing import Any
 
 from orbax_ext.storage.s3.settings import Settings, filesystem_arguments
-from orbax_ext.storage.s3.usage import Counter
+from orbax_ext.storage.s3.usage import RequestCounter
 
 
-def make(settings: Settings, counter: Counter) -> Any:
-    """A new file system for these settings; imports s3fs."""
+def make(settings: Settings, counter: RequestCounter) -> Any:
+    """Returns a new file system for these settings; imports s3fs."""
     return _filesystem_class(counter, settings.retries + 1)(**filesystem_arguments(settings))
 
 
-def _filesystem_class(counter: Counter, attempts: int) -> Any:
+def _filesystem_class(counter: RequestCounter, attempts: int) -> Any:
     try:
         import s3fs
         from fsspec import asyn
@@ -25,10 +25,11 @@ def _filesystem_class(counter: Counter, attempts: int) -> Any:
         ) from None
 
     class CountingFileSystem(s3fs.S3FileSystem):
-        retries = 1  # botocore repeats requests, `_read_range` answers that broke off; not one inside the other
+        # botocore repeats requests and `_read_range` repeats reads that broke off; a third loop would multiply them.
+        retries = 1
 
         async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            counter.add_request(method)
+            counter.add_request()
             return await super()._call_s3(method, *args, **kwargs)
 
         async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:

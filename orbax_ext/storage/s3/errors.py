@@ -1,15 +1,17 @@
-"""Words for what an object store answers: what failed, on which object, what to do; never a secret."""
+"""Messages for what an object store answers: what failed, on which object, what to do; never a secret."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 
 # A store may repeat in its answer what it was sent: AWS puts an expired session token into its error document.
 _DETAIL = r"\s*\[(?:http_response_body|tensorstore_spec)="
 _LONG_DETAIL = re.compile(_DETAIL + r"'(?:[^'\\]|\\.)*'\]", re.DOTALL)
-_UNCLEAR_DETAIL = re.compile(_DETAIL + r".*", re.DOTALL)  # not quoted as expected: what follows goes too
+_UNCLEAR_DETAIL = re.compile(_DETAIL + r".*", re.DOTALL)  # not quoted as expected: everything after it goes too
 _SECRET_ELEMENT = re.compile(
     r"<(Token-\d+|AWSAccessKeyId|StringToSign|StringToSignBytes|CanonicalRequest|CanonicalRequestBytes|SignatureProvided)>"
     r".*?</\1>",
@@ -32,14 +34,64 @@ _REMEDIES = {
     "Bad Request": "the store gave no reason; expired credentials are the usual one",
     "SlowDown": "the store throttles: try again later, with fewer hosts at once",
     "ServiceUnavailable": "the store did not answer in time: try again later",
-    "InternalError": "the store failed inside: try again later",
+    "InternalError": "the store had an internal error: try again later",
     "CURL error": "the connection failed again and again: check the endpoint and the network",
     "EndpointConnectionError": "nothing answers there: check the endpoint and the network",
 }
 
 
-def cleaned(text: str) -> str:
-    """The text without the store's answer in full, without credentials, and without anything secret of ours."""
+class ExplainedError(Exception):
+    """An error whose message is already an explanation."""
+
+
+class StoreError(ExplainedError, OSError):
+    """The store failed, or could not be reached."""
+
+
+class DeniedError(ExplainedError, PermissionError):
+    """The store denied access."""
+
+
+class MissingBucketError(ExplainedError, FileNotFoundError):
+    """There is no such bucket."""
+
+
+@contextlib.contextmanager
+def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Replaces errors of s3fs by ones that name bucket, key and remedy, and hold no secret."""
+    try:
+        yield
+    except (FileExistsError, ImportError, ExplainedError):
+        raise
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error) or "bucket does not exist" in str(error):
+            raise MissingBucketError(explanation(os.fspath(path), f"NoSuchBucket: {error}")) from None
+        raise FileNotFoundError(f"{os.fspath(path)} does not exist.") from None
+    except Exception as error:
+        kind = DeniedError if isinstance(error, PermissionError) else StoreError
+        raise kind(explanation(os.fspath(path), f"{_code(error)}: {error}")) from None
+
+
+def explain(error: Exception, path: str) -> Exception:
+    """Returns an error of TensorStore with remedy and without secrets; the error itself if it is not about S3."""
+    text = str(error)
+    about_s3 = path.startswith("s3://") or (not path and "s3" in text)
+    if not about_s3 or not _is_from_a_store(text):
+        return error
+    kind = ValueError if isinstance(error, ValueError) else OSError  # TensorStore raises ValueError
+    return kind(explanation(path or "s3", text))
+
+
+def explanation(path: str, text: str) -> str:
+    """Returns one line about a failure at a path, such as "s3://bucket/key", with the remedy if one is known."""
+    message = without_secrets(text).strip()
+    remedy = next((remedy for code, remedy in _REMEDIES.items() if code in text), None)
+    head = message if path in message else f"{path}: {message}"
+    return f"{head} ({remedy})" if remedy else head
+
+
+def without_secrets(text: str) -> str:
+    """Returns the text without the body of the store's answer and without credentials."""
     text = _UNCLEAR_DETAIL.sub("", _LONG_DETAIL.sub("", text))
     text = _SECRET_ELEMENT.sub(lambda match: f"<{match[1]}>{_WITHHELD}</{match[1]}>", text)
     text = _SECRET_PARAMETER.sub(lambda match: match[1] + _WITHHELD, text)
@@ -50,43 +102,25 @@ def cleaned(text: str) -> str:
     return text
 
 
-def explain(what: str, text: str) -> str:
-    """One line about a failure on `what`, such as "s3://bucket/key", with the remedy if there is one."""
-    said = cleaned(text).strip()
-    remedy = next((remedy for code, remedy in _REMEDIES.items() if code in text), None)
-    head = said if what in said else f"{what}: {said}"
-    return f"{head} ({remedy})" if remedy else head
-
-
-def is_from_a_store(text: str) -> bool:
-    """Whether TensorStore's words are about an answer over HTTP, and so may hold what the store repeated."""
-    return "http_response_" in text or "CURL error" in text or "curl_code" in text
-
-
-class CleanLog(logging.Filter):
-    """For a logger that prints errors as they come, as asyncio's does with those nobody waited for any more."""
+class SecretFilter(logging.Filter):
+    """Removes secrets from the errors that a logger prints."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        said = record.getMessage()
+        message = record.getMessage()
         if record.exc_info:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
-        if is_from_a_store(said + (record.exc_text or "")):
-            record.msg, record.args = cleaned(said), None
-            record.exc_info, record.exc_text = None, cleaned(record.exc_text or "")
+        if _is_from_a_store(message + (record.exc_text or "")):
+            record.msg, record.args = without_secrets(message), None
+            record.exc_info, record.exc_text = None, without_secrets(record.exc_text or "")
         return True
 
 
-class ExplainedError(Exception):
-    """What has been put into words already."""
+def _is_from_a_store(text: str) -> bool:
+    """Whether TensorStore's message quotes an answer over HTTP, which may repeat what the store was sent."""
+    return "http_response_" in text or "CURL error" in text or "curl_code" in text
 
 
-class StoreError(ExplainedError, OSError):
-    """The store could not do it, or could not be reached."""
-
-
-class DeniedError(ExplainedError, PermissionError):
-    """The store refused."""
-
-
-class MissingBucketError(ExplainedError, FileNotFoundError):
-    """There is no such bucket."""
+def _code(error: Exception) -> str:
+    """Returns the store's error code; s3fs keeps it in the cause."""
+    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
+    return str(answer.get("Error", {}).get("Code") or type(error).__name__)

@@ -1,4 +1,4 @@
-"""Where the S3 store is and how to speak to it: arguments first, then the environment, then AWS's own files."""
+"""Where the S3 store is and how to address it: from arguments, then the environment, then AWS's own files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Addressing = Literal["auto", "path", "virtual"]
-_DEFAULT_REGION = "us-east-1"  # what stores other than AWS expect when they have no regions
+_DEFAULT_REGION = "us-east-1"  # stores without regions expect it
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is needed to speak to a store. No credentials: each client finds those by itself, and renews them."""
+    """How to reach a store. Credentials are not part of it: each client finds and renews them by itself."""
 
     endpoint: str | None = None  # None is AWS
     region: str | None = None
@@ -38,12 +38,12 @@ class Settings:
 
     @property
     def virtual_host(self) -> bool:
-        """Whether the bucket goes into the host name. With an endpoint that is what one asks for; AWS is used to it."""
+        """Whether the bucket is part of the host name: if asked for, and by default on AWS."""
         return self.addressing == "virtual" or (self.addressing == "auto" and self.endpoint is None)
 
 
 def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settings:
-    """Fills in what was not given from AWS_* variables and the profile's configuration."""
+    """Returns the settings with gaps filled from AWS_* variables and the profile's configuration."""
     environ = os.environ if environ is None else environ
     profile = given.profile or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     config = _profile_config(environ, profile or "default")
@@ -72,11 +72,11 @@ def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settin
 
 
 def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
-    """TensorStore's spec of this place in the store. It names no secret, so it may be logged and stored."""
+    """Returns TensorStore's spec for a path in a bucket. It holds no secret, so it may be logged and stored."""
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     endpoint = settings.endpoint
     if endpoint is not None and settings.virtual_host:
-        # An empty bucket is TensorStore's way to say that the endpoint already names it.
+        # TensorStore takes an empty bucket to mean that the endpoint already names it.
         spec["bucket"] = ""
         endpoint = _with_bucket(endpoint, bucket)
     elif endpoint is None and settings.addressing == "path":
@@ -96,13 +96,13 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
 
 
 def filesystem_arguments(settings: Settings) -> dict[str, Any]:
-    """The same for s3fs."""
+    """Returns the arguments of s3fs's file system for the same store."""
     config: dict[str, Any] = {
         "s3": {"addressing_style": "virtual" if settings.virtual_host else "path"},
         "retries": {"mode": "standard", "total_max_attempts": settings.retries + 1},
         "connect_timeout": min(settings.stall_seconds, 30),
         "read_timeout": settings.stall_seconds,
-        # Newer checksums are refused by many S3-compatible stores.
+        # Many S3-compatible stores refuse newer checksums.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
@@ -112,7 +112,7 @@ def filesystem_arguments(settings: Settings) -> dict[str, Any]:
         "anon": settings.anonymous,
         "endpoint_url": settings.endpoint,
         "config_kwargs": config,
-        "use_listings_cache": False,  # another process's new step must be seen
+        "use_listings_cache": False,  # a cached listing would hide the new step of another process
         "skip_instance_cache": True,
     }
     if settings.profile is not None and not settings.anonymous:
@@ -140,31 +140,31 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
 
 
 def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
-    """The profile's part of AWS's config file; a nested setting as "s3.name"."""
+    """Returns the profile's section of AWS's config file, with nested settings as "s3.name"."""
     path = pathlib.Path(environ.get("AWS_CONFIG_FILE") or pathlib.Path.home() / ".aws" / "config").expanduser()
     parser = configparser.RawConfigParser()
     try:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
-        return {}  # the clients themselves say what is wrong with it
+        return {}  # the clients report what is wrong with it
     section = "default" if profile == "default" else f"profile {profile}"
     if not parser.has_section(section):
         return {}
-    found = _flat(dict(parser.items(section)))
-    services = found.get("services")
+    config = _flat(dict(parser.items(section)))
+    services = config.get("services")
     if services and parser.has_section(f"services {services}"):
-        found.update(_flat(dict(parser.items(f"services {services}"))))
-    return found
+        config.update(_flat(dict(parser.items(f"services {services}"))))
+    return config
 
 
 def _flat(section: Mapping[str, str]) -> dict[str, str]:
-    """Nested settings are indented lines below their parent, which configparser takes for a value of many lines."""
-    found = {}
+    """Returns nested settings as "parent.name": configparser reads their indented lines as one value of many lines."""
+    settings = {}
     for name, value in section.items():
         if not value.startswith("\n"):
-            found[name] = value.strip()
+            settings[name] = value.strip()
             continue
         for line in value.strip().splitlines():
             inner, _, setting = line.partition("=")
-            found[f"{name}.{inner.strip()}"] = setting.strip()
-    return found
+            settings[f"{name}.{inner.strip()}"] = setting.strip()
+    return settings

@@ -1,4 +1,4 @@
-"""Open files on S3, whose objects are written as a whole and may be read in parts."""
+"""Open files on S3, where an object is written as a whole and may be read in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Upload(io.BytesIO):
-    """A file that is stored in one go when it is closed; not if that is because of an error."""
+    """A file that is stored in one request when it is closed, and not at all if an error closes it."""
 
     def __init__(self, store: Callable[[bytes], None], before: bytes) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class Upload(io.BytesIO):
                 self._store(content)
 
 
-class Text(io.TextIOWrapper):
-    """The same for text."""
+class TextFile(io.TextIOWrapper):
+    """A text file on top of one of bytes; an `Upload` below it is not stored if an error closes it."""
 
     def __exit__(self, kind: object, error: object, where: object) -> None:
         if kind is not None and isinstance(self.buffer, Upload):
@@ -38,7 +38,7 @@ class Text(io.TextIOWrapper):
 
 
 class LargeFile(io.RawIOBase):
-    """A file that is read as it is asked for."""
+    """A file that is read in the ranges that are asked for."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], length: int) -> None:
         self._read_range = read_range

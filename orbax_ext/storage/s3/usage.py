@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import sys
 import threading
+
+from orbax_ext.storage import counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,51 +26,29 @@ class Usage:
         return self.metadata_bytes + self.array_bytes
 
     def __sub__(self, earlier: Usage) -> Usage:
-        return Usage(
-            *(
-                getattr(self, field.name) - getattr(earlier, field.name)  # both count from the process's start
-                for field in dataclasses.fields(Usage)
-            )
-        )
+        fields = dataclasses.fields(Usage)
+        return Usage(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields))
 
 
-class Counter:
-    """Counts what the metadata backend does; safe to use from any thread."""
+class RequestCounter:
+    """Counts the requests and bytes of metadata files, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: collections.Counter[str] = collections.Counter()
+        self._requests = 0
         self._bytes = 0
 
-    def add_request(self, method: str) -> None:
+    def add_request(self) -> None:
         with self._lock:
-            self._requests[method] += 1
+            self._requests += 1
 
     def add_bytes(self, count: int) -> None:
         with self._lock:
             self._bytes += count
 
-    @property
-    def by_method(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._requests)
-
     def usage(self) -> Usage:
-        """All of this process so far, with TensorStore's own count of what it did."""
+        """Returns the usage since the process started, with TensorStore's own counters for arrays."""
         with self._lock:
-            requests, read = sum(self._requests.values()), self._bytes
-        return Usage(requests, read, _tensorstore("read", "list", "write", "delete"), _tensorstore("bytes_read"))
-
-
-def _tensorstore(*names: str) -> int:
-    """The sum of some of TensorStore's counters of its s3 driver; 0 before that is used."""
-    if "tensorstore" not in sys.modules:
-        return 0
-    import tensorstore as ts
-
-    total = 0
-    for name in names:
-        for metric in ts.experimental_collect_matching_metrics(f"/tensorstore/kvstore/s3/{name}"):
-            if metric["name"] == f"/tensorstore/kvstore/s3/{name}":
-                total += sum(int(entry.get("value", 0)) for entry in metric["values"])
-    return total
+            requests, read = self._requests, self._bytes
+        array_requests = counters.of_driver("s3", "read", "list", "write", "delete")
+        return Usage(requests, read, array_requests, counters.of_driver("s3", "bytes_read"))

@@ -1,6 +1,6 @@
-"""The JSON files of a checkpoint, understood: tree, shardings, the arrays' own metadata. Pure.
+"""Parses the JSON metadata of a checkpoint: tree, shardings, key types, the arrays' own headers. Pure.
 
-These formats are the same in every supported release; what later ones have added is ignored.
+These formats are the same in every supported release; fields that later releases have added are ignored.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its like by name from here on
+import ml_dtypes  # noqa: F401  makes bfloat16 and similar dtypes known to numpy by name
 import numpy as np
+
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError)  # what these functions raise for damaged files
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeLeaf:
-    """A leaf as the tree's metadata has it."""
+    """A leaf in the metadata of a tree."""
 
     path: tuple[str, ...]
-    kind: str  # "jax.Array", "np.ndarray", "scalar", "string", or of an empty node "None", "Dict"...
+    kind: str  # "jax.Array", "np.ndarray", "scalar", "string"; "None", "Dict"... if it is an empty node
     stored: bool  # whether there is data for it
 
     @property
@@ -31,23 +33,23 @@ class TreeLeaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
-    """The tree that was saved, and how."""
+class SavedTree:
+    """The tree that was saved, and the format of its arrays."""
 
     leaves: tuple[TreeLeaf, ...]
-    in_database: bool | None  # whether OCDBT was used; None where that is not recorded
+    ocdbt: bool | None  # None where it is not recorded
     zarr3: bool | None
 
 
-def parse_tree(text: str) -> Tree:
-    """The file _METADATA."""
+def parse_tree(text: str) -> SavedTree:
+    """Parses the file _METADATA."""
     content = json.loads(text)
     leaves = []
     for entry in content["tree_metadata"].values():
         value = entry["value_metadata"]
         path = tuple(str(key["key"]) for key in entry["key_metadata"])
         leaves.append(TreeLeaf(path, str(value["value_type"]), not value.get("skip_deserialize", False)))
-    return Tree(tuple(leaves), content.get("use_ocdbt"), content.get("use_zarr3"))
+    return SavedTree(tuple(leaves), content.get("use_ocdbt"), content.get("use_zarr3"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +58,7 @@ class SavedSharding:
 
     kind: str  # "NamedSharding", "SingleDeviceSharding"...
     axes: tuple[tuple[str, int], ...] = ()  # the mesh: (name, size)
-    spec: tuple[tuple[str, ...], ...] = ()  # for each dimension, as far as given, the axes that it is sharded over
-
-    @property
-    def mesh(self) -> str:
-        return "(" + ", ".join(f"{name}={size}" for name, size in self.axes) + ")"
+    spec: tuple[tuple[str, ...], ...] = ()  # for each dimension, as far as given, its mesh axes
 
     def __str__(self) -> str:
         if self.kind != "NamedSharding":
@@ -69,39 +67,39 @@ class SavedSharding:
 
 
 def parse_shardings(text: str) -> dict[str, SavedSharding]:
-    """The file _sharding, by array name."""
-    found = {}
+    """Parses the file _sharding; returns shardings by array name."""
+    shardings = {}
     for encoded, description in json.loads(text).items():
         sharding = json.loads(description)
         axes = zip(sharding.get("axis_names") or (), sharding.get("shape") or (), strict=False)
-        found[base64.b64decode(encoded).decode()] = SavedSharding(
+        shardings[base64.b64decode(encoded).decode()] = SavedSharding(
             str(sharding.get("sharding_type", "unknown")),
             tuple((str(name), int(size)) for name, size in axes),
             tuple(_axes(entry) for entry in sharding.get("partition_spec") or ()),
         )
-    return found
+    return shardings
 
 
 def parse_key_types(text: str) -> dict[str, str]:
-    """A file in array_metadatas: of the typed PRNG keys among the arrays, the implementation."""
-    found = {}
+    """Parses a file of array_metadatas; returns the implementation of each typed PRNG key by array name."""
+    key_types = {}
     for entry in json.loads(text)["array_metadatas"]:
         metadata = entry["array_metadata"]
         kind = (metadata.get("ext_metadata") or {}).get("random_key_impl")
         if kind:
-            found[str(metadata["param_name"])] = str(kind)
-    return found
+            key_types[str(metadata["param_name"])] = str(kind)
+    return key_types
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayHeader:
-    """What an array's own metadata file says."""
+    """The content of an array's own metadata file."""
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
-    chunk: tuple[int, ...]  # what one read takes at least
-    file_chunk: tuple[int, ...]  # what one stored object holds: the same, or several of them in zarr3
+    chunk: tuple[int, ...]  # the least that can be read
+    file_chunk: tuple[int, ...]  # the content of one stored object: one chunk, or several in zarr3
 
     @property
     def logical_bytes(self) -> int:
@@ -109,14 +107,14 @@ class ArrayHeader:
 
 
 def parse_zarr2(text: str | bytes) -> ArrayHeader:
-    """The file .zarray."""
+    """Parses the file .zarray."""
     content = json.loads(text)
     chunk = _numbers(content["chunks"])
     return _header(content["shape"], content["dtype"], chunk, chunk)
 
 
 def parse_zarr3(text: str | bytes) -> ArrayHeader:
-    """The file zarr.json."""
+    """Parses the file zarr.json."""
     content = json.loads(text)
     outer = _numbers(content["chunk_grid"]["configuration"]["chunk_shape"])
     inner = outer
@@ -151,7 +149,7 @@ def _entry(axes: tuple[str, ...]) -> str:
 
 
 def most_common_mesh(shardings: Mapping[str, SavedSharding]) -> tuple[tuple[str, int], ...]:
-    """The mesh that most arrays were saved on; empty if none is recorded."""
+    """Returns the mesh on which most arrays were saved; empty if none is recorded."""
     counts: dict[tuple[tuple[str, int], ...], int] = {}
     for sharding in shardings.values():
         if sharding.axes:

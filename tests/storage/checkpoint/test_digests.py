@@ -26,20 +26,20 @@ def whole(array: Any) -> int:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_the_digests_of_the_shards_add_up_however_a_leaf_is_cut(data: st.DataObject) -> None:
+def test_the_digests_of_shards_add_up_however_a_leaf_is_cut(data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.sampled_from([1, 2, 3]), max_size=3))
     shape = tuple(count * data.draw(st.integers(1, 4)) for count in parts)
     array = random_array(shape, data.draw(st.sampled_from(DTYPES)))
-    found = []
+    shards = []
     for place in itertools.product(*map(range, parts)):
         sizes = [size // count for size, count in zip(shape, parts, strict=True)]
         starts = [number * size for number, size in zip(place, sizes, strict=True)]
         box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        found.append(digests.of_block(array[box], starts, shape))
-    assert digests.add(found) == whole(array)
+        shards.append(digests.of_block(array[box], starts, shape))
+    assert digests.add(shards) == whole(array)
 
 
-def test_blocks_longer_than_one_chunk_add_up_too() -> None:
+def test_the_digests_of_blocks_longer_than_a_chunk_add_up() -> None:
     array = random_array((300, 700), "float32")
     halves = [digests.of_block(array[:, start : start + 350], [0, start], array.shape) for start in (0, 350)]
     assert digests.add(halves) == whole(array)
@@ -62,25 +62,25 @@ def test_elements_that_change_places_change_the_digest() -> None:
     assert whole(array) != whole(array[::-1])
 
 
-def test_zeros_of_either_sign_and_nans_are_told_apart() -> None:
+def test_zeros_of_either_sign_and_nans_have_different_digests() -> None:
     values = np.array([0x00000000, 0x80000000, 0x7FC00000, 0x7F800001], np.uint32).view(np.float32)
     assert len({whole(values[index : index + 1]) for index in range(4)}) == 4
 
 
-def test_bits_that_do_not_count_do_not_matter() -> None:
+def test_unused_bits_do_not_change_the_digest() -> None:
     low = np.array([1, 7], np.uint8)
     assert whole(low.view(jnp.dtype("int4"))) == whole((low | 0x50).view(jnp.dtype("int4")))
 
 
 def test_folds_of_parts_add_up_to_the_fold_of_wholes() -> None:
     parts = {"a": [3, 5], "b": [1 << 63, 1 << 63 | 7]}
-    halves = [digests.fold((name, found[half]) for name, found in parts.items()) for half in (0, 1)]
-    assert digests.add(halves) == digests.fold((name, digests.add(found)) for name, found in parts.items())
+    halves = [digests.fold((name, values[half]) for name, values in parts.items()) for half in (0, 1)]
+    assert digests.add(halves) == digests.fold((name, digests.add(values)) for name, values in parts.items())
 
 
 def test_leaves_that_change_places_change_the_fold() -> None:
     assert digests.fold([("a", 1), ("b", 2)]) != digests.fold([("a", 2), ("b", 1)])
 
 
-def test_text_and_back() -> None:
+def test_a_digest_survives_its_text() -> None:
     assert digests.from_text(digests.to_text(0xDEADBEEF)) == 0xDEADBEEF

@@ -1,0 +1,160 @@
+"""Finds what a path is: a manager's directory, a step, or an item with its tree of arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from orbax_ext import text as text_lib
+from orbax_ext.storage import s3
+from orbax_ext.storage.checkpoint import folders
+from orbax_ext.storage.checkpoint.commits import check_committed, commit_state, step_metadata
+from orbax_ext.storage.checkpoint.errors import NotACheckpointError, UnfinishedError
+from orbax_ext.storage.checkpoint.folders import Folder
+from orbax_ext.storage.checkpoint.items import describe_item, has_arrays
+from orbax_ext.storage.checkpoint.records import CheckpointItem, ManagerDirectory, SavedStep, step_number
+from orbax_ext.storage.filenames import STEP_METADATA, TEMPORARY, TREE_METADATA
+
+
+def inspect(path: epath.PathLike, step: int | None = None) -> ManagerDirectory | list[CheckpointItem]:
+    """Returns the steps of a manager's directory, or the items of a step; an item's directory is one item."""
+    root = _absolute(path)
+    folder = _list(root)
+    if step is not None:
+        return _items(_step_folder(folder, step))
+    if has_arrays(folder) or _is_step(folder):
+        return _items(folder)
+    if steps := _steps(folder):
+        return ManagerDirectory(os.fspath(root), steps)
+    raise NotACheckpointError(_why_not(folder))
+
+
+def items_of(path: epath.PathLike, step: int | None = None) -> list[CheckpointItem]:
+    """Returns the items at a path; of a manager's directory, those of the given or the newest committed step."""
+    return _items(_step_or_item(path, step))
+
+
+def locate(path: epath.PathLike, step: int | None = None) -> list[epath.Path]:
+    """Returns the directories with arrays among the items at a path, without looking at the arrays."""
+    folder = _step_or_item(path, step)
+    check_committed(folder, step_metadata(folder))
+    items = [folder] if has_arrays(folder) else [inner for inner in _inner(folder) if has_arrays(inner)]
+    if not items:
+        raise NotACheckpointError(f"{os.fspath(folder.path)} holds no arrays")
+    return [item.path for item in items]
+
+
+def _step_or_item(path: epath.PathLike, step: int | None) -> Folder:
+    """Returns the directory of the step or item that a path stands for."""
+    folder = _list(_absolute(path))
+    if step is not None:
+        return _step_folder(folder, step)
+    if has_arrays(folder) or _is_step(folder):
+        return folder
+    steps = _steps(folder)
+    committed = [saved for saved in steps if saved.state.committed]
+    if committed:
+        return _list(epath.Path(committed[-1].path))
+    if steps:
+        raise UnfinishedError(f"{path} has no committed step: {steps[-1].name}: {steps[-1].state.because}")
+    raise NotACheckpointError(_why_not(folder))
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+    """Returns an absolute path: TensorStore takes no others."""
+    text = os.fspath(path)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
+def _list(path: epath.Path) -> Folder:
+    try:
+        return folders.list_folder(path)
+    except FileNotFoundError as error:
+        message = str(error) if s3.is_s3(path) else f"{os.fspath(path)} does not exist"
+        raise NotACheckpointError(message.rstrip(".")) from None
+    except NotADirectoryError:
+        raise NotACheckpointError(f"{os.fspath(path)} is a file; give a directory of a checkpoint") from None
+
+
+def _inner(folder: Folder) -> Iterator[Folder]:
+    """Yields the directories in a directory; some may disappear meanwhile, or be links to nowhere."""
+    for name in folder.folders:
+        with contextlib.suppress(NotACheckpointError):
+            yield _list(folder.path / name)
+
+
+def _is_step(folder: Folder) -> bool:
+    if STEP_METADATA in folder.files:
+        return True
+    return any(has_arrays(inner) for inner in _inner(folder) if step_number(inner.path.name) is None)
+
+
+def _steps(folder: Folder) -> tuple[SavedStep, ...]:
+    steps = []
+    for inner in _inner(folder):
+        name = inner.path.name
+        if STEP_METADATA in inner.files or TEMPORARY in name or (step_number(name) is not None and _is_step(inner)):
+            steps.append(_step(inner))
+    return tuple(sorted(steps, key=lambda step: (step.number is None, step.number or 0, step.name)))
+
+
+def _step_folder(folder: Folder, step: int) -> Folder:
+    numbers = {name: number for name in folder.folders if (number := step_number(name)) is not None}
+    names = [name for name, number in numbers.items() if number == step]
+    if not names:
+        others = ", ".join(sorted(numbers, key=lambda name: numbers[name])) or "none"
+        raise NotACheckpointError(f"{os.fspath(folder.path)} has no step {step}; it has {others}")
+    return _list(folder.path / min(names, key=len))  # the shortest name is the one without TEMPORARY
+
+
+def _step(folder: Folder) -> SavedStep:
+    metadata = step_metadata(folder)
+    sizes = folders.sizes_below(folder.path)
+    started, committed = metadata.get("init_timestamp_nsecs"), metadata.get("commit_timestamp_nsecs")
+    return SavedStep(
+        os.fspath(folder.path),
+        commit_state(folder, metadata),
+        folder.folders,
+        sum(sizes.values()),
+        len(sizes),
+        (committed - started) / 1e9 if started and committed else None,
+    )
+
+
+def _items(folder: Folder) -> list[CheckpointItem]:
+    """Returns the items of a step, or the item that this directory is. Raises `UnfinishedError`."""
+    metadata = step_metadata(folder)
+    state = check_committed(folder, metadata)
+    handlers = metadata.get("item_handlers")
+    if has_arrays(folder):
+        return [describe_item(folder, state, handlers if isinstance(handlers, str) else "")]
+    by_name: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
+    saved_by = _process_metadata(folder)
+    items = [describe_item(inner, state, str(by_name.get(inner.path.name) or "")) for inner in _inner(folder)]
+    return [dataclasses.replace(item, saved_by=saved_by) for item in items]
+
+
+def _process_metadata(folder: Folder) -> tuple[tuple[int, ...], ...]:
+    """Returns the device ids of each process that saved, which Orbax's emergency checkpoints record."""
+    if "process_metadata" not in folder.folders:
+        return ()
+    text = _list(folder.path / "process_metadata").text("global_process_metadata.json")
+    return tuple(tuple(int(device) for device in devices) for devices in json.loads(text or "[]"))
+
+
+def _why_not(folder: Folder) -> str:
+    """Returns why a directory is not a checkpoint."""
+    path = os.fspath(folder.path)
+    names = [*folder.folders, *folder.files]
+    if not names:
+        return f"{path} is empty: no step was saved here"
+    return (
+        f"{path} is no Orbax checkpoint: neither it nor a directory in it has {STEP_METADATA} or {TREE_METADATA}; "
+        f"it has {text_lib.listing(names, 5)}"
+    )

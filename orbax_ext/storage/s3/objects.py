@@ -1,0 +1,139 @@
+"""The requests that are sent to S3 for metadata files, by path. Nothing is remembered between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from orbax_ext.storage.s3.errors import explained
+from orbax_ext.storage.s3.paths import PREFIX, PathLike, as_directory, split
+from orbax_ext.storage.s3.usage import RequestCounter
+
+WHOLE_FILE = 8 << 20  # a smaller file is fetched in one request
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """What is in a directory, and whether it exists."""
+
+    files: dict[str, tuple[int, int]]  # by name: size and time of change
+    directories: tuple[str, ...]
+    exists: bool
+
+
+class ObjectStore:
+    """Sends requests to S3 and counts them. A directory is a zero-byte object whose key ends with a slash."""
+
+    def __init__(self, make_client: Callable[[], Any], counter: RequestCounter) -> None:
+        self._make_client = make_client
+        self._counter = counter
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    @property
+    def _fs(self) -> Any:
+        """The s3fs file system, created when it is first needed."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._make_client()
+            return self._client
+
+    def fetch(self, path: PathLike) -> bytes | None:
+        """Returns the content of a file, or None if it is too large for one request."""
+        content = self.read_range(path, 0, WHOLE_FILE)
+        return content if len(content) < WHOLE_FILE else None
+
+    def read_range(self, path: PathLike, start: int, end: int) -> bytes:
+        """Returns a range of a file's bytes, fewer than asked for at its end."""
+        with explained(path):
+            content: bytes = self._fs.read_range(*split(path), start, end)
+            self._counter.add_bytes(len(content))
+            return content
+
+    def list_directory(self, path: PathLike) -> Listing:
+        with explained(path):
+            prefix = as_directory(split(path)[1])
+            files, directories = self._list(path, "/")
+            return Listing(
+                {
+                    name: (entry["Size"], int(entry["LastModified"].timestamp()))
+                    for entry in files
+                    if (name := entry["Key"].removeprefix(prefix))
+                },
+                tuple(key.removeprefix(prefix).rstrip("/") for key in directories),
+                exists=bool(files or directories or not prefix),
+            )
+
+    def sizes_below(self, path: PathLike) -> dict[str, int]:
+        """Returns the sizes of all files below a directory, by their paths from there."""
+        with explained(path):
+            prefix = as_directory(split(path)[1])
+            entries = {entry["Key"].removeprefix(prefix): entry["Size"] for entry in self._list(path, "")[0]}
+            return {name: size for name, size in entries.items() if name and not name.endswith("/")}
+
+    def keys_below(self, path: PathLike) -> list[str]:
+        """Returns the keys of all objects below a directory, its own marker included."""
+        return [entry["Key"] for entry in self._list(path, "")[0]]
+
+    def file(self, path: PathLike) -> tuple[int, int] | None:
+        """Returns size and time of change of a file, or None if there is no such file."""
+        key = split(path)[1]
+        if not key:
+            return None
+        try:
+            head = self._call("head_object", path, Key=key)
+        except FileNotFoundError:
+            return None
+        return head["ContentLength"], int(head["LastModified"].timestamp())
+
+    def is_directory(self, path: PathLike) -> bool:
+        bucket, key = split(path)
+        return self.has_children(path) if key else self.bucket_exists(bucket)
+
+    def bucket_exists(self, bucket: str) -> bool:
+        try:
+            self._fs.call_s3("head_bucket", Bucket=bucket)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def has_children(self, path: PathLike) -> bool:
+        prefix = as_directory(split(path)[1])
+        return bool(self._call("list_objects_v2", path, Prefix=prefix, MaxKeys=1).get("Contents"))
+
+    def write(self, path: PathLike, content: bytes) -> None:
+        self._fs.pipe_file("/".join(split(path)), content)
+
+    def make_directory(self, path: PathLike) -> None:
+        """Writes the marker object of a directory."""
+        self._call("put_object", path, Key=as_directory(split(path)[1]), Body=b"")
+
+    def copy(self, path: PathLike, target: PathLike) -> None:
+        self._fs.cp_file("/".join(split(path)), "/".join(split(target)))
+
+    def delete(self, path: PathLike, keys: list[str]) -> None:
+        """Deletes objects of the bucket of `path` in one request."""
+        answer = self._call("delete_objects", path, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+        for error in answer.get("Errors", ()):
+            raise OSError(f"{error.get('Code')}: {PREFIX}{split(path)[0]}/{error.get('Key')}: {error.get('Message')}")
+
+    def delete_file(self, path: PathLike) -> None:
+        self._call("delete_object", path, Key=split(path)[1])
+
+    def _list(self, path: PathLike, delimiter: str) -> tuple[list[Any], list[str]]:
+        """Returns the objects below a directory and, with a delimiter, the directories in it."""
+        more: dict[str, Any] = {"Delimiter": delimiter} if delimiter else {}
+        files: list[Any] = []
+        directories: list[str] = []
+        while True:
+            page = self._call("list_objects_v2", path, Prefix=as_directory(split(path)[1]), **more)
+            files += page.get("Contents", ())
+            directories += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                return files, directories
+            more["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _call(self, method: str, path: PathLike, **arguments: Any) -> Any:
+        return self._fs.call_s3(method, Bucket=split(path)[0], **arguments)

@@ -1,0 +1,114 @@
+"""S3 while it is enabled: the hooks in Orbax and etils, and what a restore shares among processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging as standard_logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from absl import logging
+
+from orbax_ext.errors import RestoreTimeoutError
+from orbax_ext.meeting.once import SharedResults
+from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.storage.s3 import client
+from orbax_ext.storage.s3 import settings as settings_lib
+from orbax_ext.storage.s3.errors import SecretFilter, explain
+from orbax_ext.storage.s3.files import S3Files
+from orbax_ext.storage.s3.objects import ObjectStore
+from orbax_ext.storage.s3.paths import is_s3
+from orbax_ext.storage.s3.settings import Settings
+from orbax_ext.storage.s3.sharing import Snapshot
+from orbax_ext.storage.s3.usage import RequestCounter, Usage
+from orbax_ext.upstream.object_stores import add_object_store
+from orbax_ext.upstream.runtime import coordination_client
+
+# TensorStore waits for ever for a silent server unless these variables are set. They hold for the whole process.
+_STALL_VARIABLES: dict[str, Callable[[Settings], str]] = {
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": lambda settings: str(settings.stall_seconds),
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": lambda settings: "1",
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": lambda settings: str(min(settings.stall_seconds, 30)),
+}
+
+_SECRET_FILTER = SecretFilter()
+_SHARE_LIMIT = 300.0  # seconds to wait for metadata that another process reads for all
+
+
+class S3Store:
+    """Makes Orbax and etils take s3:// paths, from its creation until `close`."""
+
+    def __init__(self, given: Settings, counter: RequestCounter) -> None:
+        self.given = given
+        self.files = S3Files(ObjectStore(lambda: client.make(self.settings, counter), counter))
+        self._counter = counter
+        self._environ: dict[str, str] = {}
+        self._before_restore: Usage | None = None
+        self._undo = add_object_store("s3", self._kvstore, lambda: self.files, explain, self.restoring)
+        # When one read fails, Orbax abandons the others and asyncio logs their errors. That may be much later, so the
+        # filter stays after `close`.
+        standard_logging.getLogger("asyncio").addFilter(_SECRET_FILTER)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The settings in full, looked up when they are first needed."""
+        return settings_lib.resolve(self.given)
+
+    @property
+    def restore_usage(self) -> Usage:
+        """The usage of the restore that is under way; zero if there is none."""
+        return Usage() if self._before_restore is None else self._counter.usage() - self._before_restore
+
+    @contextlib.contextmanager
+    def restoring(self, root: str, together: bool) -> Iterator[None]:
+        """Surrounds the restore of the checkpoint in `root`; `together` if all processes of the job restore it."""
+        if not is_s3(root) or self._before_restore is not None:
+            yield
+            return
+        self._before_restore = self._counter.usage()
+        try:
+            with self._snapshot(root, together) if self.settings.share_metadata else contextlib.nullcontext():
+                yield
+        finally:
+            self._before_restore = None
+
+    @contextlib.contextmanager
+    def _snapshot(self, root: str, together: bool) -> Iterator[None]:
+        with _shared_results(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as board:
+            snapshot = Snapshot(root, self.files.objects, board.once if board else lambda name, work: work())
+            self.files.snapshots.append(snapshot)
+            try:
+                yield
+            finally:
+                self.files.snapshots.remove(snapshot)
+
+    def close(self) -> None:
+        self._undo()
+        for name, value in self._environ.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+    def _kvstore(self, bucket: str, path: str) -> dict[str, Any]:
+        for name, value in _STALL_VARIABLES.items():
+            if name not in os.environ:
+                os.environ[name] = self._environ[name] = value(self.settings)
+        return settings_lib.kvstore(self.settings, bucket, path)
+
+
+@contextlib.contextmanager
+def _shared_results(root: str) -> Iterator[SharedResults | None]:
+    """Yields a board for all processes that restore from `root`; None if some of them do not arrive."""
+    session = open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits())
+    with session:
+        try:
+            session.arrive({})
+        except RestoreTimeoutError as error:
+            logging.warning("orbax_ext: each process reads the metadata of %s for itself: %s", root, error)
+            yield None
+            return
+        home = f"orbax_ext/session/{session.id}/once"  # removed with the session
+        yield SharedResults(coordination_client(), home, jax.process_index(), _SHARE_LIMIT)

@@ -1,0 +1,92 @@
+"""A store that fails, on one process: passing faults are retried, lasting ones are clear errors."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from orbax_ext.storage import s3 as s3_lib
+from tests.support import s3_server
+from tests.support.s3_checkpoints import check, restore, save
+from tests.support.s3_proxy import Fault, FaultProxy
+
+
+@pytest.fixture(scope="module")
+def saved(s3_port: int) -> str:
+    """A checkpoint of `STATE` as step 0, saved once. No test may write to it."""
+    s3_server.make_bucket(s3_port, "faults")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        s3_lib.enable_s3(f"http://127.0.0.1:{s3_port}", stall_seconds=2)
+        save("s3://faults/run", 0)
+        s3_lib.disable_s3()
+    return "s3://faults/run"
+
+
+PASSING = {
+    "a burst of 500": [Fault("500", times=2)],
+    "a burst of 503": [Fault("503", times=2)],
+    "500 on array data": [Fault("500", "GET .*/d/", times=2)],
+    "503 on the manifest": [Fault("503", "GET .*manifest", times=2)],
+    "resets in mid-body of metadata": [Fault("reset", "GET .*_METADATA", times=2)],
+    "resets in mid-body of data": [Fault("reset", "GET .*/d/", times=2)],
+    "short metadata": [Fault("short", "GET .*_METADATA", times=2)],
+    "short data": [Fault("short", "GET .*/d/", times=2)],
+    "slow bytes": [Fault("slow", "GET ")],
+    "a silent connection": [Fault("stall", "GET .*/d/", times=1)],
+}
+
+
+@pytest.mark.parametrize("faults", PASSING.values(), ids=PASSING.keys())
+def test_passing_faults_are_retried_and_the_state_is_complete(
+    saved: str, s3: str, proxy: FaultProxy, faults: list[Fault]
+) -> None:
+    del s3
+    proxy.faults += [Fault(fault.kind, fault.match, fault.times) for fault in faults]
+    check(restore(saved))
+    assert all(fault.hits for fault in proxy.faults)
+
+
+LASTING = {
+    "expired credentials, metadata": (Fault("expired", "GET .*_METADATA"), "renew the credentials"),
+    "expired credentials, arrays": (Fault("expired", "GET .*manifest"), "renew the credentials"),
+    "expired credentials, listing": (Fault("expired", "GET /[^/]*\\?"), "renew the credentials"),
+    "access denied, metadata": (Fault("denied", "GET .*_METADATA"), "bucket policy"),
+    "access denied, arrays": (Fault("denied", "GET .*/d/"), "bucket policy"),
+    "throttled for good, arrays": (Fault("503", "GET .*manifest"), "try again later"),
+    "broken for good, arrays": (Fault("500", "GET .*manifest"), "try again later"),
+    "broken for good, metadata": (Fault("500", "GET .*_METADATA"), "try again later"),
+    "short for good, arrays": (Fault("short", "GET .*manifest"), "check the endpoint"),
+}
+
+
+@pytest.mark.parametrize(("fault", "remedy"), LASTING.values(), ids=LASTING.keys())
+def test_lasting_faults_are_errors_that_name_the_place_and_the_remedy_but_no_secret(
+    saved: str, s3: str, proxy: FaultProxy, fault: Fault, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    del s3
+    proxy.faults.append(Fault(fault.kind, fault.match))
+    with pytest.raises((OSError, ValueError)) as error:
+        restore(saved, 0)
+    assert saved in str(error.value)
+    assert remedy in str(error.value)
+    output = "".join(traceback.format_exception(error.value)) + caplog.text
+    assert s3_server.SECRET_KEY not in output
+    assert s3_server.SESSION_TOKEN not in output
+
+
+def test_an_error_while_saving_holds_no_secret(s3: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
+    proxy.faults.append(Fault("expired", "PUT .*/(d/|manifest)"))
+    with pytest.raises((OSError, ValueError), match="renew the credentials") as error:
+        save(s3, 0)
+    output = "".join(traceback.format_exception(error.value)) + caplog.text
+    assert s3_server.SECRET_KEY not in output
+    assert s3_server.SESSION_TOKEN not in output
+
+
+def test_a_missing_bucket_is_named(s3: str) -> None:
+    del s3
+    with pytest.raises(FileNotFoundError, match=r"s3://no-such-bucket.*create the bucket"):
+        save("s3://no-such-bucket/run", 0)

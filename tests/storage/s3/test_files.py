@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from typing import Any
+
+import pytest
+from etils import epath
+
+from orbax_ext.storage.s3 import objects
+from tests.support.s3_proxy import Fault, FaultProxy
+
+
+def test_files_and_directories_behave_as_on_a_disk(s3: str, tmp_path: pathlib.Path) -> None:
+    def use(root: epath.Path) -> list[Any]:
+        seen: list[Any] = [root.exists()]
+        (root / "a" / "b").mkdir(parents=True)
+        seen += [(root / "a").is_dir(), (root / "a" / "b").exists(), list((root / "a" / "b").iterdir())]
+        (root / "a" / "one.txt").write_text("one")
+        (root / "a" / "two.bin").write_bytes(b"\0\1")
+        (root / "a" / "empty").write_bytes(b"")
+        (root / "a" / "b" / "deep.txt").write_text("deep")
+        seen += [(root / "a" / "one.txt").read_text(), (root / "a" / "two.bin").read_bytes()]
+        seen += [(root / "a" / "empty").read_bytes(), (root / "a" / "one.txt").stat().length]
+        seen += [sorted(path.name for path in (root / "a").iterdir()), (root / "a" / "one.txt").is_dir()]
+        seen += [sorted(path.name for path in root.glob("a/*.txt")), sorted(path.name for path in root.glob("*/b"))]
+        walked = [(path.relative_to(root), sorted(names), sorted(files)) for path, names, files in root.walk()]
+        seen.append([(str(path), names, files) for path, names, files in walked])
+        (root / "a" / "b").rename(root / "c")
+        seen += [(root / "a" / "b").exists(), (root / "c" / "deep.txt").read_text()]
+        (root / "a" / "one.txt").copy(root / "c" / "copy.txt")
+        (root / "a" / "one.txt").unlink()
+        seen += [(root / "c" / "copy.txt").read_text(), (root / "a" / "one.txt").exists()]
+        for action in (
+            lambda: (root / "none").read_text(),
+            lambda: (root / "none").unlink(),
+            lambda: (root / "none").rmtree(),
+            lambda: list((root / "none").iterdir()),
+            lambda: (root / "none").stat(),
+            lambda: (root / "a").mkdir(),
+            lambda: (root / "c" / "copy.txt").copy(root / "c" / "deep.txt"),
+        ):
+            try:
+                action()
+                seen.append("done")
+            except OSError as error:
+                seen.append(
+                    next(kind.__name__ for kind in (FileNotFoundError, FileExistsError) if isinstance(error, kind))
+                )
+        (root / "a").mkdir(exist_ok=True)
+        root.rmtree()
+        seen.append(root.exists())
+        return seen
+
+    assert use(epath.Path(s3)) == use(epath.Path(tmp_path / "run"))
+
+
+def test_a_file_too_large_for_one_request_is_read_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "WHOLE_FILE", 1000)
+    content = bytes(range(256)) * 40
+    path = epath.Path(s3) / "large"
+    path.write_bytes(content)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", ["w", "wb", "a"])
+def test_a_file_is_written_as_a_whole_or_not_at_all(s3: str, proxy: FaultProxy, mode: str) -> None:
+    path = epath.Path(s3) / "file"
+    with contextlib.suppress(ZeroDivisionError), path.open(mode) as file:
+        file.write("half" if mode != "wb" else b"half")
+        raise ZeroDivisionError
+    assert not path.exists()
+    proxy.faults.append(Fault("denied", "PUT "))
+    with pytest.raises(PermissionError, match=f"{path}: AccessDenied"):
+        path.write_text("x")
+    assert not path.exists()
+    proxy.calm()
+    path.write_text("one")
+    with path.open("a") as file:
+        file.write(", two")
+    assert path.read_text() == "one, two"

@@ -1,0 +1,116 @@
+"""Enabling and disabling S3: the hooks in Orbax and etils."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from etils import epath
+from etils.epath import gpath
+from orbax.checkpoint._src.path import atomicity_defaults
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+import orbax_ext
+from orbax_ext.storage import s3 as s3_lib
+from orbax_ext.upstream.object_stores import _array_operations, _restores
+
+
+def hooked() -> list[object]:
+    """Returns everything that enabling S3 may change in other packages."""
+    places = [
+        (tensorstore_utils, "build_kvstore_tspec"),
+        (atomicity_defaults, "get_default_temporary_path_class"),
+        (atomicity_defaults, "get_item_default_temporary_path_class"),
+        (gpath._GPath, "_backend"),
+        *_array_operations(),
+        *((owner, name) for owner, name, _ in _restores()),
+    ]
+    return [owner.__dict__[name] for owner, name in places]
+
+
+@pytest.mark.core
+def test_enabling_twice_hooks_once_and_disabling_undoes_it_exactly() -> None:
+    before = hooked()
+    s3_lib.enable_s3("http://127.0.0.1:1")
+    enabled = hooked()
+    assert all(one is not other for one, other in zip(before, enabled, strict=True))
+    s3_lib.enable_s3("http://127.0.0.1:1")
+    assert all(one is other for one, other in zip(enabled, hooked(), strict=True))
+    s3_lib.enable_s3("http://127.0.0.1:2")  # other settings, still hooked once
+    s3_lib.disable_s3()
+    s3_lib.disable_s3()
+    assert all(one is other for one, other in zip(before, hooked(), strict=True))
+
+
+def test_register_enables_s3_and_unregister_disables_it_unless_it_was_enabled_before() -> None:
+    orbax_ext.register()
+    assert s3_lib.s3_enabled()
+    orbax_ext.unregister()
+    assert not s3_lib.s3_enabled()
+    with orbax_ext.registered():
+        assert s3_lib.s3_enabled()
+    assert not s3_lib.s3_enabled()
+    s3_lib.enable_s3("http://127.0.0.1:1")
+    with orbax_ext.registered():
+        pass
+    assert s3_lib.s3_enabled()
+    s3_lib.disable_s3()
+
+
+SPECS = [
+    {"directory": "gs://bucket/run/0/default", "use_ocdbt": True},
+    {"directory": "gs://bucket/run/0/default", "name": "weights", "use_ocdbt": False},
+    {"directory": "/data/run/0/default", "use_ocdbt": True},
+    {"directory": "/data/s3:/0/default", "name": "weights", "use_ocdbt": False},
+]
+
+
+@pytest.mark.parametrize("arguments", SPECS)
+def test_gs_and_local_paths_are_treated_as_before(arguments: dict[str, Any]) -> None:
+    def treatment() -> list[Any]:
+        path = epath.Path(arguments["directory"])
+        return [
+            tensorstore_utils.build_kvstore_tspec(**arguments),
+            atomicity_defaults.get_default_temporary_path_class(path),
+            atomicity_defaults.get_item_default_temporary_path_class(path),
+            type(path._backend),
+        ]
+
+    before = treatment()
+    s3_lib.enable_s3("http://127.0.0.1:1")
+    try:
+        assert treatment() == before
+    finally:
+        s3_lib.disable_s3()
+    assert treatment() == before
+
+
+def test_an_s3_spec_is_the_one_for_gs_with_another_store() -> None:
+    s3_lib.enable_s3("http://127.0.0.1:1", "r")
+    try:
+        build = tensorstore_utils.build_kvstore_tspec
+        theirs, ours = build("gs://bkt/run/0", use_ocdbt=True), build("s3://bkt/run/0", use_ocdbt=True)
+    finally:
+        s3_lib.disable_s3()
+    assert (ours["base"]["driver"], ours["base"]["bucket"], ours["base"]["path"]) == ("s3", "bkt", "run/0")
+    assert {**ours, "base": None} == {**theirs, "base": None}
+
+
+def test_s3_clients_are_not_imported_until_they_are_needed() -> None:
+    program = (
+        "import sys, orbax_ext; from orbax_ext import storage; orbax_ext.register(); "
+        "sys.exit(bool({'s3fs', 'botocore', 'aiobotocore', 'aiohttp'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
+def test_a_missing_s3fs_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    s3_lib.enable_s3("http://127.0.0.1:1")
+    try:
+        with pytest.raises(ImportError, match=r"pip install 'orbax-ext\[s3\]'"):
+            epath.Path("s3://bucket/run").exists()
+    finally:
+        s3_lib.disable_s3()
