@@ -11,14 +11,16 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_ext.placement import specs
-from orbax_ext.upstream.runtime import is_jax_dtype, join_arrays
+from orbax_ext.upstream.runtime import join_arrays
 
 
 def is_array(leaf: Any) -> bool:
     """Whether devices can hold this leaf. Python numbers, strings and the like stay what they are."""
     if isinstance(leaf, jax.Array):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and is_jax_dtype(leaf.dtype)
+    # JAX has no arrays of strings, objects or dates.
+    kinds = (np.bool_, np.number)
+    return isinstance(leaf, np.ndarray | np.generic) and any(jax.dtypes.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
 def is_key(leaf: Any) -> bool:

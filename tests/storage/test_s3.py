@@ -26,7 +26,7 @@ import orbax_ext
 from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import errors, files, settings
 from orbax_ext.storage.s3.settings import Settings
-from orbax_ext.upstream.object_stores import _array_operations, _restores
+from orbax_ext.upstream.object_stores import HOOKS
 from tests.support import s3_server
 from tests.support.s3_proxy import Fault, FaultProxy
 
@@ -116,17 +116,7 @@ def test_bad_settings_are_refused_at_once_without_showing_a_password(given: dict
 
 def hooked() -> list[object]:
     """Everything that enabling S3 may change in other packages."""
-    from etils.epath import gpath
-
-    places = [
-        (tensorstore_utils, "build_kvstore_tspec"),
-        (atomicity_defaults, "get_default_temporary_path_class"),
-        (atomicity_defaults, "get_item_default_temporary_path_class"),
-        (gpath._GPath, "_backend"),
-        *_array_operations(),
-        *((owner, name) for owner, name, _ in _restores()),
-    ]
-    return [owner.__dict__[name] for owner, name in places]
+    return [hook.owner.__dict__[hook.name] for hook in HOOKS]
 
 
 @pytest.mark.core

@@ -32,7 +32,7 @@ from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.settings import Addressing, Settings
 from orbax_ext.storage.s3.sharing import Snapshot
 from orbax_ext.storage.s3.usage import Counter, Usage
-from orbax_ext.upstream.object_stores import add_object_store
+from orbax_ext.upstream.object_stores import UrlScheme, add_object_store
 from orbax_ext.upstream.runtime import coordination_client
 
 __all__ = ["disable_s3", "enable_s3", "s3_enabled", "s3_usage"]
@@ -169,7 +169,7 @@ class _Store:
         self.given = given
         self._environ: dict[str, str] = {}
         self._files: Any = None
-        self._undo = add_object_store("s3", self._kvstore, lambda: self.files, explain, self.restoring)
+        self._undo = add_object_store(UrlScheme("s3", self._kvstore, lambda: self.files, explain, self.restoring))
         # When one read fails Orbax leaves the others, and asyncio logs how they ended: any time later, so this stays.
         standard_logging.getLogger("asyncio").addFilter(_CLEAN_LOG)
 
