@@ -1,15 +1,17 @@
 """Single-replica restore for Orbax that works: exact, bounded in time, on any mesh.
 
-Names are imported when they are first used (PEP 562), so that commands which need no JAX do not wait for it.
+Public names are imported when they are first used (PEP 562), so that commands which need no JAX do not import it. A new
+one is imported below for type checkers and editors, and listed in `__all__`; a module that is new here, in `_HOMES`.
 """
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
 
-from orbax_ext import version as _version
+from orbax_ext import version
 from orbax_ext.version import __version__
 
-_version.check_orbax_version(_version.orbax_version())
+version.check_orbax_version(version.orbax_version())
 
 if _typing.TYPE_CHECKING:
     from orbax_ext import storage, v1
@@ -38,38 +40,6 @@ if _typing.TYPE_CHECKING:
     )
     from orbax_ext.registration import pytree_handler, register, registered, restore_args, unregister
     from orbax_ext.report.report import RestoreReport, last_report
-
-_HOMES = {
-    "BroadcastArrayHandler": "orbax_ext.handler",
-    "DataMismatchError": "orbax_ext.errors",
-    "MeetingTimeoutError": "orbax_ext.errors",
-    "PlanMismatchError": "orbax_ext.errors",
-    "ProcessFailure": "orbax_ext.errors",
-    "RestoreError": "orbax_ext.errors",
-    "RestoreFailedError": "orbax_ext.errors",
-    "RestoreReport": "orbax_ext.report.report",
-    "RestoreTimeoutError": "orbax_ext.errors",
-    "ValidRestore": "orbax_ext.latest",
-    "barrier": "orbax_ext.placement",
-    "canonical_spec": "orbax_ext.placement",
-    "device_put_replicated": "orbax_ext.placement",
-    "device_put_sharded": "orbax_ext.placement",
-    "last_report": "orbax_ext.report.report",
-    "match_sharding": "orbax_ext.placement",
-    "pytree_handler": "orbax_ext.registration",
-    "register": "orbax_ext.registration",
-    "registered": "orbax_ext.registration",
-    "replicate": "orbax_ext.placement",
-    "restore_args": "orbax_ext.registration",
-    "restore_latest_valid": "orbax_ext.latest",
-    "shard": "orbax_ext.placement",
-    "stack": "orbax_ext.placement",
-    "stitch": "orbax_ext.placement",
-    "storage": "orbax_ext.storage",
-    "unregister": "orbax_ext.registration",
-    "unstack": "orbax_ext.placement",
-    "v1": "orbax_ext.v1",
-}
 
 __all__ = [
     "BroadcastArrayHandler",
@@ -104,15 +74,21 @@ __all__ = [
     "v1",
 ]
 
+_SUBMODULES = ("storage", "v1")
+_HOMES = ("errors", "placement", "report.report", "handler", "registration", "latest")  # in order of their weight
+
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'orbax_ext' has no attribute {name!r}")
-    home = _importlib.import_module(_HOMES[name])
-    value = home if _HOMES[name] == f"orbax_ext.{name}" and not hasattr(home, name) else getattr(home, name)
-    globals()[name] = value
-    return value
+    """Imports a public name. Python calls this for names that the module does not have yet."""
+    if name in _SUBMODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    for home in _HOMES if name in __all__ else ():
+        module = _importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

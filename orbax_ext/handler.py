@@ -27,7 +27,7 @@ from orbax_ext.request import Request, make_request
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
 from orbax_ext.transfer.verify import verify, verify_alone
-from orbax_ext.upstream.array_handler import ArrayMetadataStore
+from orbax_ext.upstream.array_handler import ArrayMetadataStore, uses_pathways
 
 _turn = Turn()
 
@@ -84,7 +84,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         """Restores the leaves; see the base class."""
         if args is None:
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
-        if self._dispatcher is not None:  # Pathways: one controller, no other process to wait for
+        if uses_pathways(self):
             return await super().deserialize(infos, args)
         async with _one_at_a_time():
             return await stacked_restore.restore(self, infos, args, self._restore)

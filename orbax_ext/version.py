@@ -1,4 +1,4 @@
-"""Versions: ours, and the Orbax releases that we work with. Readable without importing JAX or Orbax."""
+"""The versions of orbax_ext and of the Orbax releases that it supports. Imports neither JAX nor Orbax."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import warnings
 __version__ = "0.1.0"
 
 OLDEST_ORBAX = "0.11.33"
-NEWEST_ORBAX = "0.12.8"  # the newest that the tests run with
+NEWEST_ORBAX = "0.12.8"  # the newest release that the tests run with
 
 
 def orbax_version() -> str:
+    """Returns the version of the installed Orbax."""
     return importlib.metadata.version("orbax-checkpoint")
 
 
 def check_orbax_version(found: str) -> None:
-    """Refuses an Orbax that is too old; warns of one that is newer than any tested."""
+    """Raises ImportError if Orbax is too old; warns if it is newer than the newest tested release."""
     if numbers(found) < numbers(OLDEST_ORBAX):
         raise ImportError(
             f"orbax_ext needs orbax-checkpoint {OLDEST_ORBAX} or newer, found {found}. "
@@ -28,5 +29,5 @@ def check_orbax_version(found: str) -> None:
 
 
 def numbers(release: str) -> tuple[int, ...]:
-    """The release numbers of a version, such as (0, 11, 33) of "0.11.33+ext.1"."""
+    """Returns the release numbers of a version, such as (0, 11, 33) for "0.11.33+ext.1"."""
     return tuple(int(part) for part in re.findall(r"\d+", release.split("+")[0])[:3])

@@ -1,4 +1,4 @@
-"""Shardings that must agree to the letter: with explicit mesh axes JAX compares spellings, not layouts."""
+"""Gives arrays exactly the shardings asked for: with explicit mesh axes JAX compares spellings, not layouts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orbax_ext.upstream.runtime import join_arrays, tracing
 
 
 def match_sharding(tree: Any, like: Any) -> Any:
-    """The tree's arrays with exactly the shardings of `like`, in and outside of jit, for any types of mesh axes.
+    """Returns the tree's arrays with exactly the shardings of `like`, in and outside of jit, for all mesh axis types.
 
-    `like` has the structure of the tree or is a prefix of it: arrays, ShapeDtypeStructs or shardings; leaves
-    of it that have no sharding leave theirs alone. Where only the spelling differs (axes of size 1, trailing Nones,
-    another mesh over the same devices), no data moves and no program runs: the result shares its buffers.
+    `like` has the structure of the tree or is a prefix of it, and holds arrays, ShapeDtypeStructs or shardings. Where
+    it has no sharding, the array keeps its own. Where only the spelling differs (axes of size 1, trailing Nones,
+    another mesh over the same devices), no data moves and no program runs: the result shares the array's buffers.
     """
     return pieces.map_named(_match, tree, put.broadcast("match_sharding", tree, like))
 
@@ -42,28 +42,28 @@ def _match_concrete(name: str, leaf: Any, target: Sharding) -> jax.Array:
         return pieces.place("match_sharding", name, leaf, target)
     if leaf.sharding == target:
         return leaf
-    pieces.fit_or_raise("match_sharding", name, leaf.shape, target)
+    pieces.require_fit("match_sharding", name, leaf.shape, target)
     if same_placement(leaf.sharding, target, leaf.shape):
         return _respelled(leaf, target)
     local = leaf.is_fully_addressable and target.is_fully_addressable
     if not local and leaf.sharding.device_set != target.device_set:
         return pieces.place("match_sharding", name, leaf, target)  # from the copy that this process has
-    # Programs work in the devices' own memory; JAX 0.9.0 can't compile them for another on CPU.
+    # Programs run in the devices' own memory: JAX 0.9.0 can't compile them for other memory kinds on CPU.
     kind = next(iter(target.device_set)).default_memory().kind
-    near, there = _respelled(leaf, leaf.sharding.with_memory_kind(kind)), target.with_memory_kind(kind)
-    # device_put compiles a program, which must not see the mesh that the caller happens to have set.
+    on_device = _respelled(leaf, leaf.sharding.with_memory_kind(kind))
+    # device_put compiles a program, which fails under a mesh that the caller has set and that has other devices.
     with mesh_lib.scope(target.mesh) if isinstance(target, NamedSharding) else contextlib.nullcontext():
-        moved = jax.device_put(near, there)
+        moved = jax.device_put(on_device, target.with_memory_kind(kind))
     return moved if moved.sharding == target else _respelled(moved, target)
 
 
 def _with_devices(name: str, leaf: Any, target: Sharding) -> Sharding:
-    """The target on real devices: what `jax.eval_shape` returns names a mesh without them."""
+    """Returns the target on a mesh of devices: `jax.eval_shape` returns shardings whose mesh has none."""
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, Mesh):
         return target
-    wanted = (target.mesh.axis_names, target.mesh.axis_sizes, target.mesh.axis_types)
+    axes = (target.mesh.axis_names, target.mesh.axis_sizes, target.mesh.axis_types)
     for mesh in (getattr(getattr(leaf, "sharding", None), "mesh", None), jax.sharding.get_mesh()):
-        if isinstance(mesh, Mesh) and (mesh.axis_names, mesh.axis_sizes, mesh.axis_types) == wanted:
+        if isinstance(mesh, Mesh) and (mesh.axis_names, mesh.axis_sizes, mesh.axis_types) == axes:
             return NamedSharding(mesh, target.spec, memory_kind=target.memory_kind)
     raise ValueError(
         f"match_sharding: leaf {name}: expected a sharding on a mesh of devices, found {target}, and neither the leaf "
@@ -72,7 +72,7 @@ def _with_devices(name: str, leaf: Any, target: Sharding) -> Sharding:
 
 
 def same_placement(one: Sharding, other: Sharding, shape: specs.Shape) -> bool:
-    """Whether two shardings give each device the same part of an array of this shape."""
+    """Returns whether two shardings give each device the same part of an array of this shape."""
     if one.device_set != other.device_set:
         return False
     if one.is_equivalent_to(other, len(shape)):
@@ -82,7 +82,7 @@ def same_placement(one: Sharding, other: Sharding, shape: specs.Shape) -> bool:
 
 
 def _respelled(leaf: jax.Array, target: Sharding) -> jax.Array:
-    """The same buffers under another name; copied only if it names another memory of the same device."""
+    """Returns an array of the same buffers with another sharding; copies only to another memory of the same device."""
     if pieces.is_key(leaf):
         data = _respelled(jax.random.key_data(leaf), target)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -103,7 +103,7 @@ def _match_traced(name: str, leaf: Any, target: Sharding) -> Any:
     types, mesh = target.mesh.axis_types, target.mesh
     if AxisType.Explicit in types:
         leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, explicit))
-    # What a traced array says of auto axes is nothing, not None: only a mesh of devices, or a name, tells.
+    # The sharding of a traced array does not show auto axes: None there means unknown, unless the mesh has devices.
     if AxisType.Auto in types and (isinstance(mesh, Mesh) or any(specs.axes_of(entry) for entry in auto)):
         leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, auto))
     if isinstance(mesh, Mesh) and target.memory_kind not in (None, mesh.devices.flat[0].default_memory().kind):

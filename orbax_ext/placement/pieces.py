@@ -1,4 +1,4 @@
-"""One leaf: from this process's own copy to a global array, device by device."""
+"""Makes a global array of one leaf from this process's own copy, device by device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_ext.placement import specs
-from orbax_ext.upstream.runtime import is_jax_dtype, join_arrays
+from orbax_ext.upstream.runtime import join_arrays
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether devices can hold this leaf. Python numbers, strings and the like stay what they are."""
+    """Returns whether devices can hold this leaf. Python numbers, strings and other objects are not arrays."""
     if isinstance(leaf, jax.Array):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and is_jax_dtype(leaf.dtype)
+    # JAX has no arrays of strings, objects or dates.
+    kinds = (np.bool_, np.number)
+    return isinstance(leaf, np.ndarray | np.generic) and any(jax.dtypes.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
 def is_key(leaf: Any) -> bool:
@@ -26,7 +28,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def dtype_on_device(leaf: Any) -> Any:
-    """What becomes of a leaf's dtype: float64 is float32 unless JAX is told otherwise."""
+    """Returns the dtype that a leaf has on devices: float64 becomes float32 unless `jax_enable_x64` is set."""
     return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
@@ -38,30 +40,30 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def map_named(function: Any, tree: Any, *others: list[Any]) -> Any:
-    """`function(name, leaf, ...)` for every leaf; `others` are lists in the order of the tree's leaves."""
+    """Maps `function(name, leaf, ...)` over a tree; `others` are lists in the order of the tree's leaves."""
     structure = jax.tree.structure(tree)
     named = named_leaves(tree)
     mapped = [function(name, leaf, *rest) for (name, leaf), *rest in zip(named, *others, strict=True)]
     return jax.tree.unflatten(structure, mapped)
 
 
-def refuse_tracer(what: str, name: str, leaf: Any) -> None:
+def refuse_tracer(caller: str, name: str, leaf: Any) -> None:
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError(
-            f"{what}: leaf {name} is being traced: found inside jit, expected outside of it, where arrays have "
+            f"{caller}: leaf {name} is being traced: found inside jit, expected outside of it, where arrays have "
             "data. Inside jit use match_sharding."
         )
 
 
-def place(what: str, name: str, leaf: Any, sharding: Sharding) -> jax.Array:
-    """A global array with this sharding, of which every process puts its own part on its own devices."""
-    refuse_tracer(what, name, leaf)
+def place(caller: str, name: str, leaf: Any, sharding: Sharding) -> jax.Array:
+    """Returns a global array with this sharding; every process puts its own part on its own devices."""
+    refuse_tracer(caller, name, leaf)
     if is_key(leaf):
-        # Wrapping and unwrapping whole keys is a change of type alone: no program runs.
-        data = place(what, name, jax.random.key_data(leaf), sharding)
+        # Wrapping and unwrapping whole keys changes only their type: no program runs.
+        data = place(caller, name, jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    source = _Source(what, name, leaf)
-    fit_or_raise(what, name, source.shape, sharding)
+    source = _Source(caller, name, leaf)
+    require_fit(caller, name, source.shape, sharding)
     indices = sharding.addressable_devices_indices_map(source.shape)
     pieces = [source.piece(device, index) for device, index in indices.items()]
     return assemble(source.shape, source.dtype, sharding, pieces, weak_type=source.weak_type)
@@ -70,36 +72,36 @@ def place(what: str, name: str, leaf: Any, sharding: Sharding) -> jax.Array:
 def assemble(
     shape: specs.Shape, dtype: Any, sharding: Sharding, pieces: list[Any], weak_type: bool = False
 ) -> jax.Array:
-    """Puts a piece on each of this process's devices, in the order of the sharding's index map, and joins them."""
+    """Puts one piece on each of this process's devices, in the order of the sharding's index map, and joins them."""
     devices = list(sharding.addressable_devices_indices_map(shape))
     single = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
     return join_arrays(shape, dtype, sharding, jax.device_put(pieces, single), weak_type=weak_type)
 
 
-def host_copy(what: str, name: str, leaf: Any) -> np.ndarray[Any, Any]:
-    """A leaf's values in this process's memory; of keys, their data."""
-    refuse_tracer(what, name, leaf)
+def host_copy(caller: str, name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """Returns a leaf's values in this process's memory; for keys, their data."""
+    refuse_tracer(caller, name, leaf)
     if isinstance(leaf, PythonNumber):
         return leaf.value
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if isinstance(data, jax.Array):
-        _require_own_copy(what, name, data)
+        _require_own_copy(caller, name, data)
     return np.asarray(data)
 
 
-def fit_or_raise(what: str, name: str, shape: specs.Shape, sharding: Sharding) -> None:
-    """Raises unless an array of this shape can be cut as the sharding says."""
+def require_fit(caller: str, name: str, shape: specs.Shape, sharding: Sharding) -> None:
+    """Raises ValueError unless the sharding can cut an array of this shape evenly."""
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
         raise ValueError(
-            f"{what}: leaf {name} on process {jax.process_index()}: expected a shape that {sharding} can cut evenly, "
+            f"{caller}: leaf {name} on process {jax.process_index()}: expected a shape that {sharding} can cut evenly, "
             f"found {shape}. Shard another dimension, or pad the array."
         ) from error
 
 
 def host_chunks(array: np.ndarray[Any, Any], chunk_bytes: int = 1 << 24) -> Iterator[bytes | memoryview]:
-    """The bytes of an array in order, a little at a time, however it lies in memory."""
+    """Yields the bytes of an array in order, in chunks, whatever its layout in memory."""
     if array.ndim == 0 or array.size == 0:
         yield array.tobytes()
         return
@@ -108,17 +110,17 @@ def host_chunks(array: np.ndarray[Any, Any], chunk_bytes: int = 1 << 24) -> Iter
         yield np.ascontiguousarray(array[start : start + rows]).view(np.uint8).reshape(-1).data
 
 
-def _require_own_copy(what: str, name: str, leaf: jax.Array) -> None:
+def _require_own_copy(caller: str, name: str, leaf: jax.Array) -> None:
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         raise ValueError(
-            f"{what}: leaf {name} is spread over several processes; expected data of which process "
+            f"{caller}: leaf {name} is spread over several processes; expected data of which process "
             f"{jax.process_index()} has a whole copy, found {leaf.sharding}. To move it use match_sharding."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class PythonNumber:
-    """A Python number as an array: its dtype is weak, as in JAX."""
+    """A Python number as an array; its dtype is weak, as in JAX."""
 
     value: np.ndarray[Any, Any]
     weak_type: bool
@@ -137,9 +139,9 @@ class PythonNumber:
 
 
 class _Source:
-    """The process's own copy of a leaf: in shards that devices hold already, or in host memory."""
+    """The process's own copy of a leaf, in shards that devices already hold or in host memory."""
 
-    def __init__(self, what: str, name: str, leaf: Any) -> None:
+    def __init__(self, caller: str, name: str, leaf: Any) -> None:
         self.shape: specs.Shape = tuple(leaf.shape)
         self.dtype = dtype_on_device(leaf)
         self.weak_type = bool(getattr(leaf, "weak_type", False))
@@ -147,7 +149,7 @@ class _Source:
         self._shards: dict[Any, dict[Any, Any]] = {}
         self._host: np.ndarray[Any, Any] | None = None
         if isinstance(leaf, jax.Array):
-            _require_own_copy(what, name, leaf)
+            _require_own_copy(caller, name, leaf)
             for shard in leaf.addressable_shards:
                 self._shards.setdefault(specs.box(shard.index, self.shape), {})[shard.device] = shard.data
 

@@ -1,4 +1,4 @@
-"""Pure: partition specs, and which part of an array belongs to which device."""
+"""Partition specs, and which part of an array belongs to which device. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 def canonical_spec(sharding: Sharding) -> PartitionSpec:
-    """The spec without mesh axes of size 1 and without trailing Nones: equal for shardings that differ in spelling."""
+    """Returns the spec without mesh axes of size 1 and trailing Nones: equal for shardings that differ in spelling."""
     if isinstance(sharding, SingleDeviceSharding):
         return PartitionSpec()
     if not isinstance(sharding, NamedSharding):
@@ -26,10 +26,10 @@ def canonical_spec(sharding: Sharding) -> PartitionSpec:
 
 
 def split_by_axis_type(sharding: NamedSharding) -> tuple[PartitionSpec, PartitionSpec]:
-    """The spec's explicit axes and its auto axes, as two specs.
+    """Returns the spec's explicit axes and its auto axes, as two specs.
 
     Raises ValueError where an auto axis stands before an explicit one on the same dimension: JAX always puts
-    the explicit axes first, so the two parts would not add up to the whole.
+    the explicit axes first, so the two specs together would not mean the same.
     """
     types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     for entry in sharding.spec:
@@ -45,7 +45,7 @@ def split_by_axis_type(sharding: NamedSharding) -> tuple[PartitionSpec, Partitio
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that one entry of a spec names."""
+    """Returns the mesh axes that one entry of a spec names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -65,15 +65,15 @@ def _filtered(spec: PartitionSpec, keep: Callable[[Any], bool]) -> PartitionSpec
 
 
 def box(index: Index, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """An index as (start, stop) pairs: equal for slices that mean the same."""
+    """Returns an index as (start, stop) pairs: equal for slices that mean the same."""
     return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalGrid:
-    """Which tiles of a sharded array this process has, whatever the array's size."""
+    """The tiles of a sharded array that this process has, whatever the array's size."""
 
-    tiles: Shape  # into how many tiles each dimension is cut
+    tiles: Shape  # the number of tiles along each dimension
     held: tuple[tuple[int, ...], ...]  # for each dimension, the numbers of the tiles held here
     by_device: Mapping[Any, tuple[int, ...]]  # the tile of each of this process's devices
 
@@ -89,21 +89,21 @@ class LocalGrid:
 
     @property
     def is_box(self) -> bool:
-        """Whether the tiles held here can be laid out as one array."""
+        """Whether the tiles held here form one array."""
         return set(self.by_device.values()) == set(itertools.product(*self.held))
 
     def local_shape(self, shape: Shape) -> Shape:
-        """The part of an array of this global shape that is here."""
+        """Returns the shape of this process's part of an array of this global shape."""
         return tuple(size // n * len(held) for size, n, held in zip(shape, self.tiles, self.held, strict=True))
 
     def global_shape(self, local: Sequence[int]) -> Shape | None:
-        """The shape of which this is the local part, or None if it is not a multiple of the tiles held here."""
+        """Returns the global shape of a local part, or None if the part is not a multiple of the tiles held here."""
         if any(size % len(held) for size, held in zip(local, self.held, strict=True)):
             return None
         return tuple(size // len(held) * n for size, n, held in zip(local, self.tiles, self.held, strict=True))
 
     def piece(self, device: Any, local: Sequence[int]) -> Index:
-        """Where in the local array a device's tile lies."""
+        """Returns the index of a device's tile in the local array."""
         starts = [held.index(number) for held, number in zip(self.held, self.by_device[device], strict=True)]
         sizes = [size // len(held) for size, held in zip(local, self.held, strict=True)]
         return tuple(slice(at * size, (at + 1) * size) for at, size in zip(starts, sizes, strict=True))

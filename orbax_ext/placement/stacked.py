@@ -1,8 +1,8 @@
-"""pmap's way of holding state: arrays with a leading axis of devices, each row a copy of the same thing."""
+"""The stacked state of pmap: arrays with a leading axis of devices, whose rows are all equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from orbax_ext.placement import agree, pieces, specs
 
 
 def stack(tree: Any, devices: Sequence[Any] | None = None) -> Any:
-    """The tree's arrays with a leading axis of devices, each device holding one copy; what pmap works on.
+    """Returns the tree's arrays with a leading axis of devices, one row per device, as pmap takes them.
 
-    `devices` are this process's own unless given; with those of all processes the arrays are global. Other leaves
-    pass through. No two copies meet in one place.
+    `devices` are this process's own unless given; with those of all processes the arrays are global. Other leaves are
+    kept. The stacked array is never built in one place.
     """
     placed = _devices("stack", jax.local_devices() if devices is None else devices)
 
@@ -27,24 +27,24 @@ def stack(tree: Any, devices: Sequence[Any] | None = None) -> Any:
 
 
 def unstack(tree: Any, *, check: bool = False) -> Any:
-    """The one logical copy out of arrays whose rows, one to a device, are copies of the same thing.
+    """Returns the tree's stacked arrays without their leading axis; the rows, one per device, must be equal.
 
-    What `x[0]` gives, on the same devices, but taken from this process's own rows: nothing is gathered and no
-    program runs. Leaves that are no arrays pass through. With `check`, the rows are compared first, on this process
-    and between all processes.
+    The result is that of `x[0]`, on the same devices, but made from this process's own rows: nothing is gathered and no
+    program runs. Leaves that are not arrays are kept. With `check`, the rows are compared first, on this process and
+    between all processes.
     """
     arrays = [(name, leaf) for name, leaf in pieces.named_leaves(tree) if pieces.is_array(leaf)]
     for name, leaf in arrays:
         _require_stacked(name, leaf)
     if check:
-        agree.require_same("unstack", (_compared(name, leaf) for name, leaf in arrays))
+        agree.require_same("unstack", (_fingerprint(name, leaf) for name, leaf in arrays))
     return pieces.map_named(lambda name, leaf: _first_row(leaf) if pieces.is_array(leaf) else leaf, tree)
 
 
 def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
-    """As `jax.device_put_replicated` was: a copy of each leaf on each device, under a new leading axis.
+    """Puts a copy of each leaf on each device, under a new leading axis, as `jax.device_put_replicated` did.
 
-    Unlike it, this takes devices of other processes too, and does not send every copy through the first device.
+    Unlike that, this also takes devices of other processes, and does not send every copy through the first device.
     """
     placed = _devices("device_put_replicated", devices)
 
@@ -56,9 +56,9 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
 
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
-    """As `jax.device_put_sharded` was: the n-th shard on the n-th device, under a new leading axis.
+    """Puts the n-th shard on the n-th device, under a new leading axis, as `jax.device_put_sharded` did.
 
-    Unlike it, this takes devices of other processes too: each process puts the shards of its own devices.
+    Unlike that, this also takes devices of other processes: each process puts the shards of its own devices.
     """
     if not isinstance(shards, Sequence):
         raise TypeError(f"device_put_sharded: expected a sequence of shards, found {type(shards).__name__}.")
@@ -67,7 +67,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
         raise ValueError(
             f"device_put_sharded: expected a shard for each of {len(placed)} devices, found {len(shards)}."
         )
-    columns = zip(*(jax.tree.structure(shards[0]).flatten_up_to(each) for each in shards), strict=True)
+    columns = zip(*(jax.tree.structure(shards[0]).flatten_up_to(shard) for shard in shards), strict=True)
 
     def put(name: str, _: Any, rows: Sequence[Any]) -> jax.Array:
         arrays = [_array_like("device_put_sharded", name, row) for row in rows]
@@ -83,26 +83,26 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
     return pieces.map_named(put, shards[0], list(columns))
 
 
-def _devices(what: str, devices: Sequence[Any]) -> list[Any]:
+def _devices(caller: str, devices: Sequence[Any]) -> list[Any]:
     if not isinstance(devices, Sequence) or not devices or len(set(devices)) != len(devices):
-        raise ValueError(f"{what}: expected a sequence of one or more different devices, found {devices!r}.")
+        raise ValueError(f"{caller}: expected a sequence of one or more different devices, found {devices!r}.")
     return list(devices)
 
 
-def _array_like(what: str, name: str, leaf: Any) -> Any:
-    """The old functions made arrays of Python numbers too, and refused everything else."""
+def _array_like(caller: str, name: str, leaf: Any) -> Any:
+    """Returns an array or number as an array; raises TypeError for all else, as JAX's functions did."""
     if pieces.is_array(leaf):
         return leaf
     if isinstance(leaf, bool | int | float | complex):
         return pieces.PythonNumber.of(leaf)
-    raise TypeError(f"{what}: leaf {name}: expected an array or a number, found {type(leaf).__name__}: {leaf!r}.")
+    raise TypeError(f"{caller}: leaf {name}: expected an array or a number, found {type(leaf).__name__}: {leaf!r}.")
 
 
-def _rows(what: str, name: str, rows: Sequence[Any], devices: list[Any], axis: str) -> jax.Array:
-    """A stacked array of these rows, one to a device; only those of this process's devices are looked at."""
+def _rows(caller: str, name: str, rows: Sequence[Any], devices: list[Any], axis: str) -> jax.Array:
+    """Returns a stacked array of these rows, one per device; only rows for this process's devices are used."""
     first = rows[0]
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), PartitionSpec(axis))
-    own = [pieces.host_copy(what, name, row) for row, device in zip(rows, devices, strict=True) if _is_local(device)]
+    own = [pieces.host_copy(caller, name, row) for row, device in zip(rows, devices, strict=True) if _is_local(device)]
     if pieces.is_key(first):
         shape = (len(devices), *jax.random.key_data(first).shape)
         data = pieces.assemble(shape, np.dtype(np.uint32), sharding, [row[None] for row in own])
@@ -130,7 +130,7 @@ def _require_stacked(name: str, leaf: Any) -> None:
         good, found = leaf.ndim > 0, f"a host array of shape {leaf.shape}"
     if not good:
         raise ValueError(
-            f"unstack: leaf {name}: expected a leading axis with one row to a device, found {found}. "
+            f"unstack: leaf {name}: expected a leading axis with one row per device, found {found}. "
             "If the leaf is not stacked, leave it out; if it is a batch, index it."
         )
 
@@ -147,9 +147,9 @@ def _first_row(leaf: Any) -> Any:
     shape, target = leaf.shape[1:], _sharding_of_row(leaf)
     rows: dict[Any, Any] = {}
     for shard in leaf.addressable_shards:
-        place = specs.box(shard.index[1:], shape)
-        if place not in rows:
-            rows[place] = np.asarray(shard.data)[0]
+        part = specs.box(shard.index[1:], shape)
+        if part not in rows:
+            rows[part] = np.asarray(shard.data)[0]
     indices = target.addressable_devices_indices_map(shape).values()
     own = [rows[specs.box(index, shape)] for index in indices]
     return pieces.assemble(shape, leaf.dtype, target, own, weak_type=leaf.weak_type)
@@ -164,26 +164,28 @@ def _sharding_of_row(leaf: jax.Array) -> Sharding:
     return NamedSharding(mesh, PartitionSpec(), memory_kind=old.memory_kind)
 
 
-def _compared(name: str, leaf: Any) -> agree.Item:
-    """What this process's rows say, and whether they say the same."""
+def _fingerprint(name: str, leaf: Any) -> agree.LeafFingerprint:
+    """Returns the fingerprint of this process's rows; its problem says which of them differ."""
     data = _data(leaf)
-    kind = f"rows of shape {leaf.shape[1:]}, dtype {leaf.dtype}"
-    if isinstance(data, jax.Array):
-        shape = data.shape[1:]
-        copies = [
-            (str(s.device), specs.box(s.index[1:], shape), np.asarray(s.data)[0]) for s in data.addressable_shards
-        ]
-        whole = data.sharding.shard_shape(data.shape)[1:] == shape
-    else:
-        copies = [(f"row {number}", (), row) for number, row in enumerate(data)]
-        whole = True
-    first: dict[Any, tuple[str, str]] = {}
-    for place, part, row in copies:
-        found = agree.digest_of_array(row)
-        at, expected = first.setdefault(part, (place, found))
-        if found != expected:
-            fault = f"expected equal rows, found different ones on {at} and {place}"
-            return agree.Item(name, kind, found, fault)
-    # Rows that are cut up further lie differently on each process: only what one process holds is compared.
-    held = " ".join(found for _, found in first.values()) if whole else ""
-    return agree.Item(name, f"{kind}, digest {held}", agree.digest(f"{kind} {held}".encode()))
+    description = f"rows of shape {leaf.shape[1:]}, dtype {leaf.dtype}"
+    digests: dict[Any, tuple[str, str]] = {}  # of each part of a row: where it was seen first, and its digest
+    for place, part, row in _rows_here(data):
+        digest = agree.digest_of_array(row)
+        first_place, expected = digests.setdefault(part, (place, digest))
+        if digest != expected:
+            problem = f"expected equal rows, found different ones on {first_place} and {place}"
+            return agree.LeafFingerprint(name, description, digest, problem)
+    whole = not isinstance(data, jax.Array) or data.sharding.shard_shape(data.shape)[1:] == data.shape[1:]
+    # Each process has other parts of rows that are sharded too, so those are compared on each process alone.
+    content = " ".join(digest for _, digest in digests.values()) if whole else ""
+    digest = agree.digest(f"{description} {content}".encode())
+    return agree.LeafFingerprint(name, f"{description}, digest {content}", digest)
+
+
+def _rows_here(data: Any) -> Iterator[tuple[str, Any, np.ndarray[Any, Any]]]:
+    """Yields the place, the part and the values of each row, or part of a row, that this process has."""
+    if not isinstance(data, jax.Array):
+        yield from ((f"row {number}", (), row) for number, row in enumerate(data))
+        return
+    for shard in data.addressable_shards:
+        yield str(shard.device), specs.box(shard.index[1:], data.shape[1:]), np.asarray(shard.data)[0]

@@ -1,8 +1,7 @@
-"""Checkpoints of pmap's stacked state into state without the leading device axis, and the other way round.
+"""Restores checkpoints of pmap's stacked state into state without the leading device axis, and the reverse.
 
-A stacked leaf has a row for each device, all the same. Where one side of a restore is stacked and the other is not,
-the leaf is asked for in the form that the checkpoint can give, one row of it at most, and the axis is dropped or
-added afterwards, on each device from what it holds.
+A stacked leaf has one row per device, all equal. Where only the checkpoint or only the target is stacked, the leaf is
+restored as it is stored, at most one row of it, and each device then drops or adds the axis on its own data.
 """
 
 from __future__ import annotations
@@ -17,106 +16,116 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import text as text_lib
 from orbax_ext.placement import pieces, specs
 from orbax_ext.upstream.array_handler import saved_arrays
 
 Shape = tuple[int, ...]
-Restore = Callable[[Sequence[Any], Sequence[Any]], Awaitable[Sequence[jax.Array]]]
+RestoreLeaves = Callable[[Sequence[Any], Sequence[Any]], Awaitable[Sequence[jax.Array]]]
 
 
 @dataclasses.dataclass
 class StackedRestoreArgs(type_handlers.SingleReplicaArrayRestoreArgs):
-    """Restore args of a leaf that may be stacked in the checkpoint, or here. Made by `restore_args(stacked=True)`."""
+    """Args of a leaf that may be stacked in the checkpoint or in the target, from `restore_args(stacked=True)`."""
 
-    asked_shape: Shape | None = None  # of keys too, for which Orbax wants no global_shape
+    asked_shape: Shape | None = None  # for keys too, which must have no global_shape for Orbax
 
 
 def require_shardings(abstract: Any) -> None:
-    """Raises for a leaf without a sharding: Orbax restores it as a numpy array, past our handler, stacked or not."""
+    """Raises for a leaf without a sharding: Orbax would restore it as a numpy array, without our handler."""
     for name, leaf in pieces.named_leaves(abstract):
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
             raise ValueError(
                 f"restore_args(stacked=True): leaf {name}: expected a jax.ShapeDtypeStruct with a sharding, found one "
-                "without. Give every leaf of the abstract tree the sharding that it shall have."
+                "without. Give every leaf of the abstract tree its sharding."
             )
 
 
 async def restore(
-    handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any], plainly: Restore
+    handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any], restore_leaves: RestoreLeaves
 ) -> Sequence[jax.Array]:
-    """Restores with `plainly(infos, args)`, by way of the other form where a leaf is stacked on one side only.
+    """Restores with `restore_leaves(infos, args)`, and converts leaves that are stacked on one side only.
 
-    A restore that fails for such leaves, because the args do not allow for it, is told about them.
+    If a restore fails and its leaves differ by a leading axis that the args do not allow for, the error says so.
     """
-    changed = await detours(handler, infos, args)
+    conversions = await _conversions(handler, infos, args)
+    stored_args = [conversions[index].args if index in conversions else arg for index, arg in enumerate(args)]
     try:
-        arrays = await plainly(
-            infos, [changed[index].arg if index in changed else arg for index, arg in enumerate(args)]
-        )
+        arrays = await restore_leaves(infos, stored_args)
     except Exception as error:
-        await _explain(error, handler, infos, args)
+        await _add_advice(error, handler, infos, args)
         raise
-    return [changed[index].finish(array) if index in changed else array for index, array in enumerate(arrays)]
+    return [conversions[index].convert(array) if index in conversions else array for index, array in enumerate(arrays)]
 
 
-async def _explain(
+async def _add_advice(
     error: Exception, handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]
 ) -> None:
-    try:
-        words = await hint(handler, infos, args)
-    except Exception as other:  # the error itself matters more than a word on it
-        logging.warning("orbax_ext: could not look at the stored shapes: %s", other)
+    asked = {
+        index: arg.global_shape for index, arg in enumerate(args) if getattr(arg, "global_shape", None) is not None
+    }
+    if not asked:
         return
-    if words:
-        logging.error("orbax_ext: %s", words)
-        error.add_note(words)
+    try:
+        stored = await _stored_shapes(handler, [infos[index] for index in asked])
+        note = advice(
+            {infos[index].name: (shape, tuple(asked[index])) for index, (shape, _) in zip(asked, stored, strict=True)}
+        )
+    except Exception as other:  # the first error matters more than advice about it
+        logging.warning("orbax_ext: could not read the stored shapes: %s", other)
+        return
+    if note:
+        logging.error("orbax_ext: %s", note)
+        error.add_note(note)
 
 
 @dataclasses.dataclass(frozen=True)
-class Detour:
-    """How a leaf is asked for instead, and what has to be made of it."""
+class StackConversion:
+    """How to restore a leaf as it is stored, and convert it to what was asked for."""
 
-    arg: Any  # the restore args to use
-    target: Any  # the sharding that was asked for
-    shape: Shape  # the shape that was asked for
+    args: Any  # restore args for the leaf as stored
+    sharding: Any  # the sharding asked for
+    shape: Shape  # the shape asked for
     stacked_in_checkpoint: bool
 
-    def finish(self, array: jax.Array) -> jax.Array:
+    def convert(self, array: jax.Array) -> jax.Array:
+        """Returns the restored leaf with the shape and sharding asked for."""
         if pieces.is_key(array):
-            data = self._finish(jax.random.key_data(array))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-        return self._finish(array)
+            return jax.random.wrap_key_data(self.convert(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return self._unstacked(array) if self.stacked_in_checkpoint else self._stacked(array)
 
-    def _finish(self, array: jax.Array) -> jax.Array:
-        if self.stacked_in_checkpoint:
-            shape = array.shape[1:]
-            by_box = {specs.box(s.index[1:], shape): np.asarray(s.data)[0] for s in array.addressable_shards}
-            parts = [by_box[specs.box(index, shape)] for index in _indices(self.target, shape)]
-        else:
-            shape = (self.shape[0], *array.shape)
-            rows = self.target.shard_shape(shape)[0]
-            by_box = {specs.box(s.index, array.shape): np.asarray(s.data) for s in array.addressable_shards}
-            own = [by_box[specs.box(index[1:], array.shape)] for index in _indices(self.target, shape)]
-            parts = [np.broadcast_to(part, (rows, *part.shape)) for part in own]
-        return pieces.assemble(shape, array.dtype, self.target, parts)
+    def _unstacked(self, array: jax.Array) -> jax.Array:
+        shape = array.shape[1:]
+        by_box = {specs.box(s.index[1:], shape): np.asarray(s.data)[0] for s in array.addressable_shards}
+        parts = [by_box[specs.box(index, shape)] for index in _indices(self.sharding, shape)]
+        return pieces.assemble(shape, array.dtype, self.sharding, parts)
+
+    def _stacked(self, array: jax.Array) -> jax.Array:
+        shape = (self.shape[0], *array.shape)
+        rows = self.sharding.shard_shape(shape)[0]
+        by_box = {specs.box(s.index, array.shape): np.asarray(s.data) for s in array.addressable_shards}
+        rows_here = [by_box[specs.box(index[1:], array.shape)] for index in _indices(self.sharding, shape)]
+        parts = [np.broadcast_to(row, (rows, *row.shape)) for row in rows_here]
+        return pieces.assemble(shape, array.dtype, self.sharding, parts)
 
 
-async def detours(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> dict[int, Detour]:
-    """The leaves, by number, that are stacked on one side only, of those whose args allow for it."""
+async def _conversions(
+    handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]
+) -> dict[int, StackConversion]:
+    """Returns the conversions, by number of the leaf, of leaves that are stacked on one side only and may be."""
     marked = [index for index, arg in enumerate(args) if isinstance(arg, StackedRestoreArgs)]
     if not marked:
         return {}
-    found = {}
-    stored = await stored_shapes(handler, [infos[index] for index in marked])
-    for index, (shape, is_key) in zip(marked, stored, strict=True):
-        detour = _detour(infos[index].name, shape, is_key, args[index])
-        if detour is not None:
-            found[index] = detour
-    return found
+    stored = await _stored_shapes(handler, [infos[index] for index in marked])
+    conversions = {
+        index: conversion(infos[index].name, shape, is_key, args[index])
+        for index, (shape, is_key) in zip(marked, stored, strict=True)
+    }
+    return {index: needed for index, needed in conversions.items() if needed is not None}
 
 
-async def stored_shapes(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tuple[Shape, bool]]:
-    """The shapes of the leaves in the checkpoint and whether they are typed keys, without their data's own axis."""
+async def _stored_shapes(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tuple[Shape, bool]]:
+    """Returns the leaves' shapes in the checkpoint and whether they are typed keys, whose data axis is left out."""
     metadata = await handler.metadata(infos)
     saved = await saved_arrays(handler, infos[0].parent_dir)
     keys = {name for name, array in saved.items() if array.key_impl}
@@ -126,62 +135,49 @@ async def stored_shapes(handler: type_handlers.ArrayHandler, infos: Sequence[Any
     ]
 
 
-async def hint(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> str:
-    """What to tell someone whose restore failed, if the shapes look like pmap's stacked state; otherwise ""."""
-    asked = {
-        index: arg.global_shape for index, arg in enumerate(args) if getattr(arg, "global_shape", None) is not None
-    }
-    if not asked:
-        return ""
-    stored = await stored_shapes(handler, [infos[index] for index in asked])
-    return advice(
-        {infos[index].name: (there, tuple(asked[index])) for index, (there, _) in zip(asked, stored, strict=True)}
-    )
-
-
 def advice(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """Words for leaves whose (stored, asked) shapes differ by a leading axis, as pmap's state does; "" if none do."""
+    """Returns advice for leaves whose (stored, asked) shapes differ by a leading axis, as pmap's do; "" if none do."""
     odd = {name: pair for name, pair in shapes.items() if is_stacked(*pair) or is_stacked(*reversed(pair))}
     if not odd:
         return ""
-    name, (there, here) = next(iter(odd.items()))
-    others = f" and {len(odd) - 1} more leaves" if len(odd) > 1 else ""
+    stored, asked = next(iter(odd.values()))
     return (
-        f"The shapes of leaf {name}{others} differ by a leading axis, as if one side were pmap's stacked state: "
-        f"{there} in the checkpoint, {here} asked for. To drop or add that axis while restoring, pass "
+        f"The shapes of leaf {text_lib.listing(odd, 1)} differ by a leading axis, as if one side were pmap's stacked "
+        f"state: {stored} in the checkpoint, {asked} asked for. To drop or add that axis while restoring, pass "
         "restore_args=orbax_ext.restore_args(abstract, stacked=True)."
     )
 
 
 def is_stacked(shape: Sequence[int], one: Sequence[int]) -> bool:
-    """Whether the first shape is the second under one more, leading, axis."""
+    """Returns whether the first shape is the second with one more leading axis."""
     return len(shape) == len(one) + 1 and tuple(shape[1:]) == tuple(one)
 
 
-def _detour(name: str, stored: Shape, is_key: bool, arg: StackedRestoreArgs) -> Detour | None:
+def conversion(name: str, stored: Shape, is_key: bool, arg: StackedRestoreArgs) -> StackConversion | None:
+    """Returns the conversion that a leaf needs, or None if it is stored as it is asked for."""
     asked = arg.asked_shape
     if asked is None or asked == stored or not (is_stacked(stored, asked) or is_stacked(asked, stored)):
         return None
-    target = arg.sharding
-    if not isinstance(target, NamedSharding | SingleDeviceSharding):
+    sharding = arg.sharding
+    if not isinstance(sharding, NamedSharding | SingleDeviceSharding):
         raise ValueError(
             f"restore_args(stacked=True): leaf {name}: expected a NamedSharding or SingleDeviceSharding to restore a "
-            f"leaf of shape {stored} as {asked}, found {target!r}. Give it a sharding in the abstract tree."
+            f"leaf of shape {stored} as {asked}, found {sharding!r}. Give it a sharding in the abstract tree."
         )
     if is_stacked(stored, asked):
-        # Orbax cuts off what lies beyond the shape asked for: all rows but the first are never read.
-        shape, near = (1, *asked), _respec(target, (None, *_spec(target)))
-        near = _respec(target, ()) if is_key else near  # of keys all rows are read: a few bytes each
-        return Detour(_plain(arg, shape, near, is_key), target, asked, stacked_in_checkpoint=True)
-    near = _respec(target, _spec(target)[1:])
-    return Detour(_plain(arg, stored, near, is_key), target, asked, stacked_in_checkpoint=False)
+        # Orbax truncates to the shape asked for, so only the first row is read; of keys all rows, a few bytes each.
+        spec = () if is_key else (None, *_spec(sharding))
+        args = _stored_args(arg, (1, *asked), _with_spec(sharding, spec), is_key)
+        return StackConversion(args, sharding, asked, stacked_in_checkpoint=True)
+    args = _stored_args(arg, stored, _with_spec(sharding, _spec(sharding)[1:]), is_key)
+    return StackConversion(args, sharding, asked, stacked_in_checkpoint=False)
 
 
-def _plain(arg: StackedRestoreArgs, shape: Shape, sharding: Any, is_key: bool) -> type_handlers.RestoreArgs:
-    """The same wish for another shape, in args that this module does not look at again."""
+def _stored_args(arg: StackedRestoreArgs, shape: Shape, sharding: Any, is_key: bool) -> type_handlers.RestoreArgs:
+    """Returns restore args for the leaf as it is stored."""
     kept = {field.name: getattr(arg, field.name) for field in dataclasses.fields(type_handlers.ArrayRestoreArgs)}
-    wanted = None if is_key else shape
-    changed = {"sharding": sharding, "global_shape": wanted, "shape": wanted, "strict": False}
+    global_shape = None if is_key else shape
+    changed = {"sharding": sharding, "global_shape": global_shape, "shape": global_shape, "strict": False}
     return type_handlers.SingleReplicaArrayRestoreArgs(**{**kept, **changed})
 
 
@@ -189,7 +185,7 @@ def _spec(sharding: Any) -> tuple[Any, ...]:
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
-def _respec(sharding: Any, spec: tuple[Any, ...]) -> Any:
+def _with_spec(sharding: Any, spec: tuple[Any, ...]) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -1,4 +1,12 @@
-"""Everything private of Orbax and JAX that we touch, and every difference between their releases.
+"""Everything private of Orbax, JAX and etils that we touch, and every difference between their releases.
 
-No other room imports from `orbax.checkpoint._src`, `orbax.checkpoint.experimental.v1._src` or `jax._src`.
+No other room imports a private module of theirs or touches a private attribute.
+
+    runtime.py        JAX: the coordination service, arrays, dtypes
+    array_handler.py  Orbax's ArrayHandler: its settings, the metadata it keeps, how it reads
+    v1_contexts.py    Contexts of Orbax's v1 API: their array handler, and our knobs on them
+    object_stores.py  a new URL scheme for Orbax and etils
+    defects.py        known defects of Orbax's single-replica restore, as data
+    probes.py         finds which of them the installed Orbax has
+    patching.py       reads and applies the patches that fix them
 """

@@ -1,4 +1,4 @@
-"""Orbax's `ArrayHandler`: its settings, its metadata, and how it reads."""
+"""Orbax's `ArrayHandler`: its settings, the metadata that it keeps of arrays, and how it reads them."""
 
 from __future__ import annotations
 
@@ -22,63 +22,71 @@ ShardingMetadata = sharding_metadata.ShardingMetadata
 
 
 def sharding_from_text(text: str | None) -> Any:
-    """The other end of `ShardingMetadata.to_serialized_string`; None for None."""
+    """Parses what `ShardingMetadata.to_serialized_string` wrote; returns None for None."""
     return None if text is None else sharding_metadata.from_serialized_string(text)
 
 
 def array_store(directory: Any, name: str | None, in_database: bool) -> Any:
-    """TensorStore's spec for where an array of a checkpoint is stored, or all of them; a database is OCDBT."""
+    """Returns TensorStore's spec of the place of an array in a checkpoint, or of all arrays if `name` is None.
+
+    `in_database` says whether the checkpoint is an OCDBT database.
+    """
     return tensorstore_utils.build_kvstore_tspec(os.fspath(directory), name, use_ocdbt=in_database)
 
 
 def array_context(in_database: bool) -> Any:
-    """The TensorStore context that such specs need."""
+    """Returns the TensorStore context that such specs need."""
     return tensorstore_utils.get_ts_context(use_ocdbt=in_database)
 
 
 def array_handler_parameters() -> tuple[str, ...]:
-    """The names of ArrayHandler's keyword arguments in this release."""
+    """Returns the names of ArrayHandler's keyword arguments in this release."""
     return tuple(inspect.signature(type_handlers.ArrayHandler).parameters)
 
 
 def array_handler_settings(handler: type_handlers.ArrayHandler) -> dict[str, Any]:
-    """The keyword arguments that would make an ArrayHandler with the same settings as this one.
+    """Returns the keyword arguments that make an ArrayHandler with the same settings as this one.
 
     ArrayHandler keeps each argument in an attribute of the same name with an underscore, in every supported release.
     """
     return {name: getattr(handler, f"_{name}") for name in array_handler_parameters() if hasattr(handler, f"_{name}")}
 
 
+def uses_pathways(handler: type_handlers.ArrayHandler) -> bool:
+    """Returns whether Pathways runs the handler's reads: one controller for all hosts, so no process to wait for."""
+    return handler._dispatcher is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """What the checkpoint's own list of arrays says of one of them."""
+    """The entry of one array in the checkpoint's own list of arrays."""
 
     chunk: tuple[int, ...]
-    key_impl: str  # of a typed PRNG key; empty for all else
+    key_impl: str  # of typed PRNG keys; empty for all other arrays
 
 
 async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any) -> dict[str, SavedArray]:
-    """The list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if it has none."""
+    """Returns the list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if there is none."""
     store = handler._array_metadata_store
     if store is None:
         return {}
-    # Every process that saved has left one, all with the same arrays: there may be thousands, and one is enough.
-    listed = await store.read(checkpoint_dir=checkpoint_dir, process_index=0)
-    if listed is None:
+    # Every process that saved wrote a list, possibly thousands of them, all of the same arrays: one is enough.
+    entries = await store.read(checkpoint_dir=checkpoint_dir, process_index=0)
+    if entries is None:
         by_process = await store.read(checkpoint_dir=checkpoint_dir) or {}
-        listed = next(iter(by_process.values()), [])
-    found = {}
-    for metadata in listed:
-        impl = (metadata.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")
-        found[metadata.param_name] = SavedArray(tuple(metadata.chunk_shape), impl)
-    return found
+        entries = next(iter(by_process.values()), [])
+    arrays = {}
+    for entry in entries:
+        key_impl = (entry.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")
+        arrays[entry.param_name] = SavedArray(tuple(entry.chunk_shape), key_impl)
+    return arrays
 
 
 def without_array_metadata(handler: type_handlers.ArrayHandler) -> type_handlers.ArrayHandler:
-    """The same handler, which reads arrays without the checkpoint's own list of them.
+    """Returns a copy of the handler that reads arrays without the checkpoint's own list of them.
 
-    `ArrayHandler.deserialize` reads the lists of all processes that saved, each time it is called. They tell it which
-    arrays are typed PRNG keys.
+    Each call of `ArrayHandler.deserialize` reads the lists of all processes that saved, to learn which arrays are typed
+    PRNG keys.
     """
     reader = copy.copy(handler)
     reader._array_metadata_store = None
@@ -95,22 +103,23 @@ async def read_view(
     transform: dict[str, Any],
     shape: Sequence[int],
 ) -> jax.Array:
-    """What `ArrayHandler.deserialize` does for one array, for a view of it: TensorStore's JSON index transform.
+    """Reads a view of one array as `ArrayHandler.deserialize` reads the array.
 
-    Fails if the array is not stored in the given shape: Orbax would tell only for an array read whole.
+    `transform` is TensorStore's JSON index transform, `shape` the view's shape. Raises if the array is not stored in
+    `stored_shape`; Orbax checks the shape only of an array that is read whole.
     """
-    found = tensorstore_utils.build_array_read_spec(
+    read_spec = tensorstore_utils.build_array_read_spec(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
         metadata_key=handler._metadata_key,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
         target_dtype=arg.dtype,
     )
-    spec = copy.deepcopy(found.json)
-    stored = spec
-    while "base" in stored:
-        stored = stored["base"]
-    stored.setdefault("metadata", {})["shape"] = list(stored_shape)
+    spec = copy.deepcopy(read_spec.json)
+    innermost = spec
+    while "base" in innermost:
+        innermost = innermost["base"]
+    innermost.setdefault("metadata", {})["shape"] = list(stored_shape)
     array, _ = await serialization.async_deserialize(
         sharding,
         {**spec, "transform": transform},

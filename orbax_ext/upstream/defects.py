@@ -1,4 +1,4 @@
-"""Known defects of Orbax's own single-replica restore, as data: for `orbax-ext doctor` and the README's table."""
+"""Known defects of Orbax's own single-replica restore, as data for `orbax-ext doctor` and the README."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ _ISSUE = "https://github.com/google/orbax/issues/{}"
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """One defect of the stock `SingleReplicaArrayHandler`, or of what it stands on."""
+    """One defect of the stock `SingleReplicaArrayHandler`, or of what it uses."""
 
     id: str
     title: str
     effect: str
-    breaks: bool  # a restore that should work hangs, fails or comes back changed; else it is a limit or a delay
+    breaks: bool  # a restore that should work hangs, fails or changes data; otherwise the defect limits or slows it
     reports: tuple[int, ...] = ()  # issues and pull requests of google/orbax
-    first: str = "0.11.33"  # the oldest release looked at that has it, not always the one that brought it
+    first: str = "0.11.33"  # the oldest supported release that has it, not always the one that introduced it
     fixed: str | None = None  # the first release without it
-    patch: str | None = None  # the one in patches/<release>/ that mends it
-    probe: str | None = None  # the function of orbax_ext.upstream.probes that finds out in seconds
+    patch: str | None = None  # the name of the patch in patches/<release>/ that fixes it
+    probe: str | None = None  # the function of orbax_ext.upstream.probes that detects it in seconds
 
     def in_release(self, release: str) -> bool:
-        found = version.numbers(release)
-        return version.numbers(self.first) <= found and (self.fixed is None or found < version.numbers(self.fixed))
+        """Returns whether a release of Orbax has the defect."""
+        number = version.numbers(release)
+        return version.numbers(self.first) <= number and (self.fixed is None or number < version.numbers(self.fixed))
 
     @property
     def releases(self) -> str:
@@ -37,7 +38,7 @@ class Defect:
 
     @property
     def remedies(self) -> tuple[str, ...]:
-        """What mends it, the nearest first."""
+        """What fixes it, the easiest first."""
         patch = (f"patch {self.patch}",) if self.patch else ()
         upgrade = (f"upgrade to {self.fixed}",) if self.fixed else ()
         return ("register", *patch, *upgrade)
@@ -65,7 +66,7 @@ DEFECTS = (
     Defect(
         id="inexact",
         title="The broadcast changes data",
-        effect="bool and short integers become 32-bit ones, -0.0 becomes +0.0, denormals 0, NaNs others; int4 crashes",
+        effect="bool and short integers become 32-bit, -0.0 becomes 0.0, denormals become 0, NaNs change, int4 crashes",
         breaks=True,
         patch="03-exact-broadcast",
         probe="inexact",
@@ -73,7 +74,7 @@ DEFECTS = (
     Defect(
         id="lone-error",
         title="A read error stays on the primary",
-        effect="the other processes enter the broadcast and wait for ever",
+        effect="the other processes enter the broadcast and wait forever",
         breaks=True,
         reports=(3181,),
         patch="04-error-propagation",
@@ -96,7 +97,7 @@ DEFECTS = (
     Defect(
         id="one-mesh",
         title="One mesh for all leaves",
-        effect="leaves on other meshes, 1-D meshes, a replica axis of size 1 and leaves sharded on it raise",
+        effect="leaves on other meshes, 1-D meshes, a replica axis of size 1 and leaves sharded over it are errors",
         breaks=False,
         probe="one_mesh",
     ),
@@ -130,7 +131,7 @@ DEFECTS = (
     Defect(
         id="cold-broadcast",
         title="The warm-up misses under `jax.set_mesh`",
-        effect="programs compiled during the read are compiled again inside the broadcast",
+        effect="programs compiled during the read are compiled again in the broadcast",
         breaks=False,
         first="0.12.7",
     ),
@@ -145,14 +146,14 @@ DEFECTS = (
 
 
 def markdown_table() -> str:
-    """The table of defects for the README."""
-    rows = ["| defect | what happens | Orbax releases | mended by |", "|---|---|---|---|"]
+    """Returns the table of defects for the README."""
+    rows = ["| defect | what happens | Orbax releases | fixed by |", "|---|---|---|---|"]
     for defect in DEFECTS:
         links = ", ".join(f"[#{number}]({_ISSUE.format(number)})" for number in defect.reports)
         name = f"**{defect.title}**" if defect.breaks else defect.title
         title = f"{name} ({links})" if links else name
         rows.append(f"| {title} | {defect.effect} | {_span(defect)} | {', '.join(map(_remedy, defect.remedies))} |")
-    return "\n".join([*rows, "", "Those in bold break a restore; the others limit or slow it."])
+    return "\n".join([*rows, "", "Defects in bold break a restore; the others limit or slow it."])
 
 
 def _span(defect: Defect) -> str:

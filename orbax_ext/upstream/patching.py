@@ -1,8 +1,8 @@
-"""The patches for Orbax: reading them, applying them, taking them back. Pure: bytes in, bytes out.
+"""Reads, applies and reverses the patches for Orbax. Pure: bytes in, bytes out.
 
 A patch is a zero-context unified diff that only adds lines, below a DEP-3 header. Before each file's diff, two lines
-name the SHA-256 of the file that it applies to and of what comes out, so a patch never lands on a file that it was not
-made for, and taking it back is as safe as applying it. `patch -p1` and `git apply --unidiff-zero` read the same files.
+give the SHA-256 of the file before and after the patch, so a patch is never applied to a file that it was not made
+for, and reversing it is as safe as applying it. `patch -p1` and `git apply --unidiff-zero` read the same files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Tree = Mapping[str, bytes]  # the files that matter, by path relative to the tre
 
 
 class PatchError(Exception):
-    """A patch that is not well formed, or a file that is not the one the patch was made for."""
+    """A patch is malformed, or a file is not the one that the patch was made for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hunk:
-    """Lines to add after the first `after` lines of the file as it was before the patch."""
+    """Lines to add after line `after` of the unpatched file."""
 
     after: int
     lines: tuple[str, ...]
@@ -34,17 +34,17 @@ class Hunk:
 
 @dataclasses.dataclass(frozen=True)
 class FilePatch:
-    """What one patch adds to one file."""
+    """The lines that one patch adds to one file."""
 
     path: str
-    before: str  # SHA-256 of the file that it applies to
-    result: str  # SHA-256 of the file with the lines added
+    before: str  # SHA-256 of the unpatched file
+    result: str  # SHA-256 of the patched file
     hunks: tuple[Hunk, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One defect mended: the DEP-3 header and the changes to one or more files."""
+    """The fix of one defect: a DEP-3 header and the changes to one or more files."""
 
     name: str
     header: str
@@ -61,10 +61,10 @@ class Series:
     @property
     def originals(self) -> dict[str, str]:
         """SHA-256 by path of the files as released."""
-        found: dict[str, str] = {}
+        hashes: dict[str, str] = {}
         for change in self._changes():
-            found.setdefault(change.path, change.before)
-        return found
+            hashes.setdefault(change.path, change.before)
+        return hashes
 
     @property
     def results(self) -> dict[str, str]:
@@ -80,26 +80,26 @@ def sha256(data: bytes) -> str:
 
 
 def patches_directory() -> pathlib.Path:
-    """Where the patches are: beside this module, in an installed package as in a checkout."""
+    """Returns the folder of the patches, in a checkout and in an installed package."""
     return pathlib.Path(__file__).parents[1] / "patches"
 
 
 def load_all(directory: pathlib.Path | None = None) -> list[Series]:
-    """The series of every release, oldest first."""
+    """Returns the series of every release, oldest first."""
     directory = directory or patches_directory()
-    found = [load_series(path.parent) for path in directory.glob("*/series")]
-    return sorted(found, key=lambda series: version.numbers(series.release))
+    series = [load_series(path.parent) for path in directory.glob("*/series")]
+    return sorted(series, key=lambda series: version.numbers(series.release))
 
 
 def load_series(directory: pathlib.Path) -> Series:
-    """The series in `directory`, which is named after its release."""
+    """Returns the series in `directory`, whose name is the release."""
     names = [line.strip() for line in (directory / "series").read_text().splitlines()]
     patches = [parse(name, (directory / name).read_text()) for name in names if name and not name.startswith("#")]
     return Series(directory.name, tuple(patches))
 
 
 def parse(name: str, text: str) -> Patch:
-    """Reads one patch; raises PatchError for anything but added lines at named places of a named file."""
+    """Parses one patch; raises PatchError if it does anything but add lines to named files."""
     header, separator, body = text.partition("\n---\n")
     if not separator:
         raise PatchError(f"{name}: no line `---` ends the header.")
@@ -142,7 +142,7 @@ def _parse_hunks(name: str, lines: Sequence[str], at: int) -> tuple[tuple[Hunk, 
         count = int(match[3] or 1)
         added = lines[at + 1 : at + 1 + count]
         if len(added) != count or not all(line.startswith("+") for line in added):
-            raise PatchError(f"{name}: hunk {lines[at]!r} is followed by something else than {count} added lines.")
+            raise PatchError(f"{name}: hunk {lines[at]!r} is not followed by {count} added lines.")
         hunks.append(Hunk(int(match[1]), tuple(line[1:] for line in added)))
         at += 1 + count
     if not hunks:
@@ -153,7 +153,7 @@ def _parse_hunks(name: str, lines: Sequence[str], at: int) -> tuple[tuple[Hunk, 
 
 
 def render(patch: Patch) -> str:
-    """The text that `parse` reads."""
+    """Returns the text that `parse` reads."""
     parts = [patch.header, "---"]
     for change in patch.files:
         parts += ["", f"sha256-before: {change.before}", f"sha256-after: {change.result}"]
@@ -167,28 +167,28 @@ def render(patch: Patch) -> str:
 
 
 def add_lines(data: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """The file with the hunks' lines in it."""
+    """Returns the file with the lines of the hunks added."""
     lines = data.splitlines(keepends=True)
     for hunk in sorted(hunks, key=lambda hunk: hunk.after, reverse=True):
         if hunk.after > len(lines):
-            raise PatchError(f"lines are to be added after line {hunk.after} of a file of {len(lines)} lines.")
+            raise PatchError(f"a hunk adds lines after line {hunk.after} of a file of {len(lines)} lines.")
         lines[hunk.after : hunk.after] = [f"{line}\n".encode() for line in hunk.lines]
     return b"".join(lines)
 
 
 def remove_lines(data: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """The file without the hunks' lines: the way back from `add_lines`."""
+    """Returns the file without the lines of the hunks: undoes `add_lines`."""
     lines = data.splitlines(keepends=True)
-    for hunk in sorted(hunks, key=lambda hunk: hunk.after):  # those before are gone already
-        there = slice(hunk.after, hunk.after + len(hunk.lines))
-        if lines[there] != [f"{line}\n".encode() for line in hunk.lines]:
-            raise PatchError(f"the lines added after line {hunk.after} are not there any more.")
-        del lines[there]
+    for hunk in sorted(hunks, key=lambda hunk: hunk.after):  # lines of earlier hunks are removed already
+        added = slice(hunk.after, hunk.after + len(hunk.lines))
+        if lines[added] != [f"{line}\n".encode() for line in hunk.lines]:
+            raise PatchError(f"the lines added after line {hunk.after} are no longer there.")
+        del lines[added]
     return b"".join(lines)
 
 
 def apply(series: Series, tree: Tree) -> dict[str, bytes]:
-    """The files of `tree` that the series changes, patched."""
+    """Returns the files of `tree` that the series changes, patched."""
     files = dict(tree)
     for patch in series.patches:
         for change in patch.files:
@@ -199,7 +199,7 @@ def apply(series: Series, tree: Tree) -> dict[str, bytes]:
 
 
 def reverse(series: Series, tree: Tree) -> dict[str, bytes]:
-    """The files of `tree` that the series changed, as they were released."""
+    """Returns the files of `tree` that the series changed, as released."""
     files = dict(tree)
     for patch in reversed(series.patches):
         for change in reversed(patch.files):
@@ -216,8 +216,8 @@ def _expect(patch: Patch, change: FilePatch, data: bytes, wanted: str) -> None:
 
 
 def state(series: Series, tree: Tree) -> str:
-    """Whether the tree's files are this release's: "original", "patched", or neither: "other"."""
-    found = {path: sha256(tree[path]) for path in series.originals if path in tree}
-    if found == series.originals:
+    """Returns "original" or "patched" if the tree's files are those of this release, otherwise "other"."""
+    hashes = {path: sha256(tree[path]) for path in series.originals if path in tree}
+    if hashes == series.originals:
         return "original"
-    return "patched" if found == series.results else "other"
+    return "patched" if hashes == series.results else "other"

@@ -1,7 +1,7 @@
-"""Finds out in seconds which defects the installed Orbax has, by restoring small arrays with its own handler.
+"""Finds which defects the installed Orbax has, in seconds, by restoring small arrays with its own handler.
 
-`run` starts a process of its own, with two CPU devices standing for two replicas, so that the caller's devices, mesh
-and registered handlers stay out of it.
+The probes run in a separate process with two CPU devices, one per replica, so that the caller's devices, mesh and
+registered handlers do not matter. JAX and Orbax are imported only there: `orbax-ext doctor` starts without them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESULT = "orbax_ext.upstream.probes: "
 
 
 def run(names: list[str], limit: float = 240.0) -> dict[str, bool | str]:
-    """Whether each named defect is there, or what kept the probe from telling."""
+    """Returns for each named probe whether it found its defect, or the reason why it could not tell."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     env.pop("XLA_FLAGS", None)  # may set another number of devices
     command = [sys.executable, "-m", "orbax_ext.upstream.probes", *names]
@@ -30,21 +30,22 @@ def run(names: list[str], limit: float = 240.0) -> dict[str, bool | str]:
         return dict.fromkeys(names, f"no answer within {limit:.0f} s")
     for line in done.stdout.splitlines():
         if line.startswith(_RESULT):
-            found: dict[str, bool | str] = json.loads(line.removeprefix(_RESULT))
-            return found
+            results: dict[str, bool | str] = json.loads(line.removeprefix(_RESULT))
+            return results
     reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     return dict.fromkeys(names, f"the probing process ended with {done.returncode}: {reason}")
 
 
 def main(names: list[str]) -> None:
-    found: dict[str, bool | str] = {}
+    """Runs the named probes and prints their results."""
+    results: dict[str, bool | str] = {}
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             try:
-                found[name] = PROBES[name](directory)
+                results[name] = PROBES[name](directory)
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(_RESULT + json.dumps(found), flush=True)
+                results[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(_RESULT + json.dumps(results), flush=True)
 
 
 def set_mesh(directory: str) -> bool:
@@ -68,8 +69,8 @@ def inexact(directory: str) -> bool:
     for number, value in enumerate([np.array([[-0.0, 1.0]], np.float32), np.array([[True, False]])]):
         path = _save(f"{directory}/{number}", value)
         with _stock_handler():
-            found = np.asarray(_restore(path, value))
-        if found.dtype != value.dtype or found.tobytes() != value.tobytes():
+            restored = np.asarray(_restore(path, value))
+        if restored.dtype != value.dtype or restored.tobytes() != value.tobytes():
             return True
     return False
 
@@ -81,9 +82,9 @@ def save_after_restore(directory: str) -> bool:
     value = np.ones((2, 4), np.float32)
     path = _save(f"{directory}/1", value)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, _stock_handler():
-        found = _restore(path, value)
+        restored = _restore(path, value)
         try:
-            checkpointer.save(f"{directory}/2", args=ocp.args.PyTreeSave({"leaf": found}))
+            checkpointer.save(f"{directory}/2", args=ocp.args.PyTreeSave({"leaf": restored}))
         except ValueError as error:
             if "No ArrayMetadata found" in str(error):
                 return True
@@ -112,8 +113,8 @@ def axis_types(directory: str) -> bool:
 
     explicit = jax.sharding.AxisType.Explicit
     sharding = _sharding((explicit, explicit))
-    found = type_handlers.SingleReplicaArrayHandler()._construct_single_replica_sharding(sharding)
-    return bool(found.mesh.axis_types != (explicit, explicit))
+    replica = type_handlers.SingleReplicaArrayHandler()._construct_single_replica_sharding(sharding)
+    return bool(replica.mesh.axis_types != (explicit, explicit))
 
 
 def one_mesh(directory: str) -> bool:
@@ -137,8 +138,8 @@ def memory_kind(directory: str) -> bool:
     value = np.ones((2, 4), np.float32)
     path = _save(directory, value)
     with _stock_handler():
-        found = _restore(path, value, _sharding().with_memory_kind("pinned_host"))
-    return bool(found.sharding.memory_kind != "pinned_host")
+        restored = _restore(path, value, _sharding().with_memory_kind("pinned_host"))
+    return bool(restored.sharding.memory_kind != "pinned_host")
 
 
 def random_keys(directory: str) -> bool:
@@ -148,10 +149,10 @@ def random_keys(directory: str) -> bool:
     path = _save(directory, keys)
     try:
         with _stock_handler():
-            found = _restore(path, keys)
-    except ValueError:  # Orbax before 0.11.38 takes the shape of the keys for that of their data
+            restored = _restore(path, keys)
+    except ValueError:  # before 0.11.38 Orbax expects the keys' data to have the shape of the keys
         return True
-    return not jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key)
+    return not jax.dtypes.issubdtype(restored.dtype, jax.dtypes.prng_key)
 
 
 PROBES: dict[str, Callable[[str], bool]] = {
@@ -206,7 +207,7 @@ def _restore(path: str, like: Any, sharding: Any = None) -> Any:
 
 @contextlib.contextmanager
 def _stock_handler() -> Iterator[None]:
-    """Orbax's own single-replica handler, registered for a while."""
+    """Registers Orbax's own single-replica handler for the block."""
     import jax
     from orbax.checkpoint import type_handlers
 

@@ -1,4 +1,4 @@
-"""Contexts of Orbax's v1 API: which array handler they use, and knobs that travel with them."""
+"""Contexts of Orbax's v1 API: which array handler they use, and our knobs that they carry."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.experimental.v1._src.context import context as v1_context
 from orbax.checkpoint.experimental.v1._src.serialization import array_leaf_handler as v1_array_leaf_handler
 
-_V1_KNOBS = "_orbax_ext_knobs"
-_v1_array_handler = v1_array_leaf_handler._create_v0_array_handler
+_KNOBS = "_orbax_ext_knobs"
+_create_stock_handler = v1_array_leaf_handler._create_v0_array_handler
 
 
 def hook_v1_array_handlers(choose: Callable[[Any, type_handlers.ArrayHandler], type_handlers.ArrayHandler]) -> None:
-    """Lets `choose(context, stock handler)` have the last word on the array handler of every v1 Context.
+    """Makes every v1 Context use the array handler that `choose(context, stock handler)` returns.
 
-    v1 asks a function of this name for it in every supported release. Setting it again changes nothing.
+    Every supported release of v1 calls a function of this name to make it. Hooking it again replaces the first hook.
     """
 
     def create(context: Any) -> type_handlers.ArrayHandler:
-        return choose(context, _v1_array_handler(context))
+        return choose(context, _create_stock_handler(context))
 
     v1_array_leaf_handler._create_v0_array_handler = create
 
 
 def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:
-    """A v1 Context with the options of `base`, or of the active one, that carries our knobs.
+    """Returns a v1 Context that carries our knobs, with the options of `base` or of the active Context.
 
-    They are an attribute of its options for loading arrays: these are what a Context made from this one inherits.
+    The knobs are an attribute of the options for loading arrays, because a Context made from this one inherits those.
     """
     derived = v1_context.Context(base if base is not None else v1_context.get_context())
     array_options = copy.copy(derived.array_options)
     loading = copy.copy(array_options.loading)
-    # Options are frozen dataclasses before 0.12.0 and refuse changes while their Context is active since.
-    object.__setattr__(loading, _V1_KNOBS, dict(knobs))
+    # Options are frozen dataclasses before 0.12.0; since then they refuse changes while their Context is active.
+    object.__setattr__(loading, _KNOBS, dict(knobs))
     object.__setattr__(array_options, "loading", loading)
     derived._array_options = array_options
     return derived
 
 
 def v1_knobs(context: Any) -> dict[str, Any] | None:
-    """The knobs that a v1 Context carries, or None if it is not one of ours."""
-    return getattr(context.array_options.loading, _V1_KNOBS, None)
+    """Returns the knobs that a v1 Context carries, or None if it does not carry any."""
+    return getattr(context.array_options.loading, _KNOBS, None)

@@ -23,7 +23,7 @@ def test_advice_is_given_for_a_leading_axis_on_either_side() -> None:
     assert "(8, 3) in the checkpoint, (3,) asked for" in stacked_restore.advice(
         {"w": ((8, 3), (3,)), "b": ((3,), (3,))}
     )
-    assert "leaf w and 1 more leaves" in stacked_restore.advice({"w": ((3,), (8, 3)), "b": ((), (8,))})
+    assert "leaf w and 1 more differ" in stacked_restore.advice({"w": ((3,), (8, 3)), "b": ((), (8,))})
 
 
 def test_no_advice_is_given_for_other_mismatches() -> None:

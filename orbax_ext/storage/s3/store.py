@@ -25,7 +25,7 @@ from orbax_ext.storage.s3.paths import is_s3
 from orbax_ext.storage.s3.settings import Settings
 from orbax_ext.storage.s3.sharing import Snapshot
 from orbax_ext.storage.s3.usage import RequestCounter, Usage
-from orbax_ext.upstream.object_stores import add_object_store
+from orbax_ext.upstream.object_stores import UrlScheme, add_object_store
 from orbax_ext.upstream.runtime import coordination_client
 
 # TensorStore waits for ever for a silent server unless these variables are set. They hold for the whole process.
@@ -48,7 +48,7 @@ class S3Store:
         self._counter = counter
         self._environ: dict[str, str] = {}
         self._before_restore: Usage | None = None
-        self._undo = add_object_store("s3", self._kvstore, lambda: self.files, explain, self.restoring)
+        self._undo = add_object_store(UrlScheme("s3", self._kvstore, lambda: self.files, explain, self.restoring))
         # When one read fails, Orbax abandons the others and asyncio logs their errors. That may be much later, so the
         # filter stays after `close`.
         standard_logging.getLogger("asyncio").addFilter(_SECRET_FILTER)
@@ -78,8 +78,8 @@ class S3Store:
 
     @contextlib.contextmanager
     def _snapshot(self, root: str, together: bool) -> Iterator[None]:
-        with _shared_results(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as board:
-            snapshot = Snapshot(root, self.files.objects, board.once if board else lambda name, work: work())
+        with _shared_results(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as results:
+            snapshot = Snapshot(root, self.files.objects, results.once if results else lambda name, work: work())
             self.files.snapshots.append(snapshot)
             try:
                 yield
@@ -101,7 +101,7 @@ class S3Store:
 
 @contextlib.contextmanager
 def _shared_results(root: str) -> Iterator[SharedResults | None]:
-    """Yields a board for all processes that restore from `root`; None if some of them do not arrive."""
+    """Yields the results shared by all processes that restore from `root`; None if some of them do not arrive."""
     session = open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits())
     with session:
         try:

@@ -84,7 +84,7 @@ def test_a_stacked_checkpoint_restores_stacked(cluster: lab.Cluster, stacked_che
 def test_without_the_flag_the_error_says_how(cluster: lab.Cluster, stacked_checkpoint: str) -> None:
     for said in cluster.run(restore, stacked_checkpoint, False, False, (EXPLICIT,) * 3, "auto"):
         assert "differ by a leading axis, as if one side were pmap's stacked state" in said
-        assert "leaf half and 2 more leaves" in said
+        assert "leaf half and 2 more differ" in said
         assert "(8, 4, 4) in the checkpoint, (4, 4) asked for" in said
         assert "orbax_ext.restore_args(abstract, stacked=True)" in said
 

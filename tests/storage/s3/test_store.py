@@ -8,26 +8,17 @@ from typing import Any
 
 import pytest
 from etils import epath
-from etils.epath import gpath
 from orbax.checkpoint._src.path import atomicity_defaults
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import orbax_ext
 from orbax_ext.storage import s3 as s3_lib
-from orbax_ext.upstream.object_stores import _array_operations, _restores
+from orbax_ext.upstream.object_stores import HOOKS
 
 
 def hooked() -> list[object]:
     """Returns everything that enabling S3 may change in other packages."""
-    places = [
-        (tensorstore_utils, "build_kvstore_tspec"),
-        (atomicity_defaults, "get_default_temporary_path_class"),
-        (atomicity_defaults, "get_item_default_temporary_path_class"),
-        (gpath._GPath, "_backend"),
-        *_array_operations(),
-        *((owner, name) for owner, name, _ in _restores()),
-    ]
-    return [owner.__dict__[name] for owner, name in places]
+    return [hook.owner.__dict__[hook.name] for hook in HOOKS]
 
 
 @pytest.mark.core
