@@ -291,7 +291,7 @@ def test_a_checkpoint_on_s3_is_described_and_verified_as_one_on_disk(
     assert main.main(["verify", s3]) == exits.EXIT_CANNOT_RUN
     assert main.main(["verify", s3, "--write"]) == exits.EXIT_OK
     assert main.main(["verify", s3]) == exits.EXIT_OK
-    assert "arrays have the digests that were stored" in capsys.readouterr().out
+    assert "arrays against the stored digests" in capsys.readouterr().out
     (epath.Path(s3) / "12" / "commit_success.txt").unlink()
     assert "not a complete checkpoint" in refused(capsys, f"{s3}/12")
     assert [step["committed"] for step in look(capsys, s3, code=exits.EXIT_BAD_VERDICT)["steps"]] == [False]
@@ -315,7 +315,7 @@ def test_what_the_other_end_of_the_supported_releases_saved_is_described(
     if not python:
         pytest.skip("ORBAX_EXT_OTHER_PYTHON names no interpreter of an environment with another Orbax")
     root = pathlib.Path(__file__).parents[2]
-    code = f"from tests import test_inspect; test_inspect.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
+    code = f"from tests.cli import test_inspect; test_inspect.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
     env = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run([python, "-c", code], check=True, timeout=120, env=env, capture_output=True)
     theirs, ours = look(capsys, tmp_path / "run" / "12")["items"], look(capsys, saved / "12")["items"]

@@ -25,8 +25,8 @@ def test_it_tells_where_the_time_went(file: pathlib.Path, capsys: pytest.Capture
     assert main.main(["report", str(file)]) == exits.EXIT_OK
     out = capsys.readouterr().out
     assert out.startswith("restored: 6 processes")
-    assert "critical path: read on process 4 " in out
-    assert "waited for: process 4 by 5 (" in out
+    assert "critical path: read on process 4 (host-0) " in out
+    assert "waited for: process 4 (host-0) by 5 processes (" in out
 
 
 def test_it_writes_a_page_and_a_trace(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
