@@ -12,6 +12,7 @@ import pytest
 
 from orbax_ext import lab
 from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.storage import s3 as s3_lib
 from tests.support import s3_server, world
 from tests.support.s3_proxy import Fault, FaultProxy
@@ -47,7 +48,7 @@ def test_saved_by_four_processes_and_restored_by_four_new_ones(job: lab.Cluster,
 
 def test_check_takes_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
-    found = job.run(rehearsal.rehearse, rehearsal.Request(saved))
+    found = job.run(rehearsal.rehearse, CheckRequest(saved))
     assert [verdict.line(facts).startswith("verdict: OK") for facts in found] == [True] * 4, found[0].error
 
 
