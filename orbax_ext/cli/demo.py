@@ -69,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
         for kind, (name, knobs) in HANDLERS.items():
             _print_progress(f"restoring with {name} under jax.set_mesh ...")
             rows.append(row_of(name, cluster.outcomes(restore, path, args.megabytes, kind, knobs)))
-    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else _text(rows))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        versions = f"Orbax {version.orbax_version()}, JAX {jax.__version__}, orbax_ext {version.__version__}"
+        print(f"\n{table(rows)}\n\n{versions}")
     return exits.EXIT_OK if rows[-1].exact else exits.EXIT_BAD_VERDICT
 
 
@@ -94,7 +98,7 @@ def row_of(name: str, outcomes: Sequence[lab.Outcome]) -> Row:
     )
 
 
-def _text(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     body = [
         (
             row.way,
@@ -105,9 +109,7 @@ def _text(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    table = text_lib.table(("", "outcome", "time", "read", "exact"), body, right=(2, 3), indent="")
-    versions = f"Orbax {version.orbax_version()}, JAX {jax.__version__}, orbax_ext {version.__version__}"
-    return f"\n{table}\n\n{versions}"
+    return text_lib.table(("", "outcome", "time", "read", "exact"), body, right=(2, 3), indent="")
 
 
 # Run on the processes.
