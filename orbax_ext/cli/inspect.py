@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
-    parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list them)")
+    parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list all)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 

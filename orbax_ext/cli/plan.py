@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.add_step(parser)
     parser.add_argument("--mesh", metavar="AXES", required=True, help="the mesh, such as pp=1,dp=4,tp=8")
     parser.add_argument(
-        "--processes", metavar="N", type=int, required=True, help="number of processes; each has the same devices"
+        "--processes", metavar="N", type=int, required=True, help="processes; all have the same number of devices"
     )
     arguments.add_spec(parser)
     parser.add_argument(

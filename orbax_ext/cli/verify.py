@@ -16,7 +16,7 @@ from orbax_ext.storage import checkpoint, s3
 from orbax_ext.storage.checkpoint import digest_files
 
 _EPILOG = """examples:
-  orbax-ext verify --write /ckpt/run7       writes digests of the newest step, which is known to be good
+  orbax-ext verify --write /ckpt/run7       writes digests of the newest step, while it is known to be good
   orbax-ext verify /ckpt/run7 --step 1200   compares that step with its digests
 
 Exit code 0: all arrays have the stored digests; 1: arrays are damaged; 2: there are no digests to compare with.
