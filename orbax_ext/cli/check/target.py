@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from orbax_ext import text as text_lib
 from orbax_ext.plan.forecast import described, notation
 from orbax_ext.storage import checkpoint
-from orbax_ext.storage.checkpoint.trees import ArrayHeader
 
 Specs = Mapping[str, notation.Spec]  # by name, of the leaves that are restored as arrays on devices
 
@@ -67,7 +66,7 @@ def choose_specs(request: CheckRequest, item: checkpoint.Item, mesh: Mapping[str
 
 def sharded_shares(item: checkpoint.Item, specs: Specs) -> dict[str, float]:
     """Returns, by mesh axis, the share of the bytes that is sharded over it."""
-    sizes = {name: header.logical_bytes for name, header in _headers(item, specs)}
+    sizes = {name: array.header.logical_bytes for name, array in _arrays(item, specs)}
     total = sum(sizes.values()) or 1
     shares: dict[str, float] = {}
     for name, spec in specs.items():
@@ -79,12 +78,12 @@ def sharded_shares(item: checkpoint.Item, specs: Specs) -> dict[str, float]:
 def bytes_per_device(item: checkpoint.Item, specs: Specs, mesh: Mapping[str, int]) -> int:
     """Returns the bytes that the restored arrays take on each device."""
     return sum(
-        math.prod(notation.block_shape(specs[name], header.shape, mesh)) * header.itemsize
-        for name, header in _headers(item, specs)
+        math.prod(notation.block_shape(specs[name], array.header.shape, mesh)) * array.header.itemsize
+        for name, array in _arrays(item, specs)
     )
 
 
-def _headers(item: checkpoint.Item, specs: Specs) -> Iterator[tuple[str, ArrayHeader]]:
+def _arrays(item: checkpoint.Item, specs: Specs) -> Iterator[tuple[str, checkpoint.StoredArray]]:
     for leaf in item.leaves:
         if leaf.array is not None and leaf.name in specs:
-            yield leaf.name, leaf.array.header
+            yield leaf.name, leaf.array
