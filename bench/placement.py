@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from bench.memory import peak_growth
 from orbax_ext import lab
-from orbax_ext.lab.memory import peak_growth
 
 MB = 1 << 20
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from orbax_ext.lab import memory
+from bench import memory
 from orbax_ext.options import Options
 from orbax_ext.plan import Bundle, LaneBatch, Pack, Rates, RestorePlan, digest, with_cheapest
 from orbax_ext.plan.forecast import described, forecast

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from orbax_ext import lab
+from orbax_ext.lab import handlers
 from tests.support import s3_server, world
 from tests.support.s3_proxy import FaultProxy, Request
 from tests.support.world import MeshSpec, P, Spec
@@ -49,7 +50,7 @@ def restore(processes: int, how: str) -> list[str]:
 
     made = mesh(processes).make()
     abstract = world.abstract_state(STATE, made)
-    with world.handler(how, {"replica_axis": "dp"} if how == "ours" else {}):
+    with handlers.registered(how, **({"replica_axis": "dp"} if how == "ours" else {})):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
     return world.differences(restored, STATE, made)

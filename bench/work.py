@@ -19,8 +19,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
+from bench import memory
 from bench.scenarios import AUTO_TOLD, Scenario
-from orbax_ext.lab import handlers, memory, network
+from orbax_ext.lab import handlers, network
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
 

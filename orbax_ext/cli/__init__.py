@@ -1,1 +1,4 @@
-"""The commands of `orbax-ext`, a module each: `add_parser(commands)` declares it, `run(args)` returns its exit code."""
+"""The commands of `orbax-ext`, one module or folder each.
+
+Each has `configure(parser)`, which adds its arguments and sets `run`; `run(args)` returns the exit code.
+"""

@@ -1,4 +1,4 @@
-"""`orbax-ext demo`: one restore, three ways, on a local cluster of real processes."""
+"""`orbax-ext demo`: restores one state with three handlers, on a local cluster of real processes."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import type_handlers
 
 import orbax_ext
 from orbax_ext import lab, version
+from orbax_ext import text as text_lib
 from orbax_ext.cli import exits
 from orbax_ext.lab import handlers
 from orbax_ext.storage import counters
 
-WAYS = {
-    "plain": "plain Orbax",
-    "stock": "Orbax, single replica",
-    "ours": "orbax_ext",
+HANDLERS = {  # as `handlers.registered` names them
+    "plain": ("plain Orbax", {}),
+    "stock": ("Orbax, single replica", {"replica_axis_index": 1}),
+    "ours": ("orbax_ext", {"replica_axis": "dp"}),
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Starts 4 processes with 8 CPU devices each, mesh (pp=1, dp=4, tp=8), saves a small training state and "
+        "Starts 4 processes with 8 CPU devices each, on the mesh (pp=1, dp=4, tp=8), saves a small training state and "
         "restores it under jax.set_mesh: with plain Orbax, with its single-replica handler, and with orbax_ext."
     )
-    parser.epilog = "example: orbax-ext demo --json"
-    parser.add_argument("--processes", type=int, default=4, help="processes, one data-parallel replica each (4)")
-    parser.add_argument("--devices", type=int, default=8, help="devices of each process (8)")
-    parser.add_argument("--megabytes", type=int, default=32, help="size of the state (32)")
+    parser.epilog = "example: orbax-ext demo --json. Exit code 0: orbax_ext restored every byte; 1: it did not."
+    parser.add_argument("--processes", type=int, default=4, help="number of processes, one replica each (4)")
+    parser.add_argument("--devices", type=int, default=8, help="number of devices of each process (8)")
+    parser.add_argument("--megabytes", type=int, default=32, help="size of the state in megabytes (32)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=run)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to restore, and what came of it over all processes."""
+    """One handler, and what it did on all processes together."""
 
     way: str
     outcome: str
@@ -58,30 +57,36 @@ class Row:
 def run(args: argparse.Namespace) -> int:
     if args.processes < 2 or args.devices < 1 or args.megabytes < 1:
         raise exits.UserError("a demo needs at least 2 processes, 1 device each and 1 megabyte")
-    _say(f"starting {args.processes} processes x {args.devices} devices ...")
+    where = f"{text_lib.count(args.processes, 'process')} x {text_lib.count(args.devices, 'device')}"
+    _print_progress(f"starting {where} ...")
     with (
         tempfile.TemporaryDirectory(prefix="orbax_ext_demo_") as path,
         lab.Cluster(args.processes, args.devices) as cluster,
     ):
-        _say(f"saving {args.megabytes} MB with plain Orbax ...")
+        _print_progress(f"saving {text_lib.size(args.megabytes * 1e6)} with plain Orbax ...")
         cluster.run(save, path, args.megabytes)
         rows = []
-        for way, name in WAYS.items():
-            _say(f"restoring with {name} under jax.set_mesh ...")
-            rows.append(_row(name, cluster.outcomes(restore, path, args.megabytes, way)))
-    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else _table(rows))
+        for kind, (name, knobs) in HANDLERS.items():
+            _print_progress(f"restoring with {name} under jax.set_mesh ...")
+            rows.append(row_of(name, cluster.outcomes(restore, path, args.megabytes, kind, knobs)))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        versions = f"Orbax {version.orbax_version()}, JAX {jax.__version__}, orbax_ext {version.__version__}"
+        print(f"\n{table(rows)}\n\n{versions}")
     return exits.EXIT_OK if rows[-1].exact else exits.EXIT_BAD_VERDICT
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def _row(name: str, outcomes: Sequence[lab.Outcome]) -> Row:
+def row_of(name: str, outcomes: Sequence[lab.Outcome]) -> Row:
+    """Returns the row of one handler: the slowest process's seconds, and the bytes that all processes read."""
     bad = [outcome for outcome in outcomes if not outcome.ok]
     if bad:
-        told = str(bad[0].failure or bad[0].state).splitlines()[0]
-        return Row(name, f"failed on {len(bad)} of {len(outcomes)}: {told[:60]}")
+        reason = str(bad[0].failure or bad[0].state).splitlines()[0]
+        return Row(name, f"failed on {len(bad)} of {len(outcomes)}: {reason[:60]}")
     values = [outcome.value for outcome in outcomes]
     changed = sorted({leaf for value in values for leaf in value["changed"]})
     return Row(
@@ -93,21 +98,18 @@ def _row(name: str, outcomes: Sequence[lab.Outcome]) -> Row:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
-    head = ("", "outcome", "seconds", "MB read", "exact")
+def table(rows: Sequence[Row]) -> str:
     body = [
-        (row.way, row.outcome, _number(row.seconds), _number(row.megabytes_read), "yes" if row.exact else "no")
+        (
+            row.way,
+            row.outcome,
+            "-" if row.seconds is None else text_lib.seconds(row.seconds),
+            "-" if row.megabytes_read is None else text_lib.size(row.megabytes_read * 1e6),
+            "yes" if row.exact else "no",
+        )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *body)]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    versions = f"Orbax {version.orbax_version()}, JAX {jax.__version__}, orbax_ext {version.__version__}"
-    return "\n".join(["", *(line.rstrip() for line in lines), "", versions])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return text_lib.table(("", "outcome", "time", "read", "exact"), body, right=(2, 3), indent="")
 
 
 # Run on the processes.
@@ -126,14 +128,14 @@ def save(path: str, megabytes: int) -> None:
         manager.wait_until_finished()
 
 
-def restore(path: str, megabytes: int, way: str) -> dict[str, Any]:
+def restore(path: str, megabytes: int, kind: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     data, mesh = _state(megabytes), _mesh()
     abstract = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
         for name, (array, spec) in data.items()
     }
     args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
-    with jax.set_mesh(mesh), _handler(way), ocp.CheckpointManager(path) as manager:
+    with jax.set_mesh(mesh), handlers.registered(kind, **knobs), ocp.CheckpointManager(path) as manager:
         started, read = time.monotonic(), counters.bytes_read()
         restored = jax.block_until_ready(manager.restore(0, args=args))
         seconds, read = time.monotonic() - started, counters.bytes_read() - read
@@ -142,7 +144,7 @@ def restore(path: str, megabytes: int, way: str) -> dict[str, Any]:
 
 
 def _state(megabytes: int) -> dict[str, tuple[np.ndarray, PartitionSpec]]:
-    """A small training state with what a broadcast may change: small integers, a mask, zeros with a sign."""
+    """Returns a small training state with data that a broadcast may change: small integers, a mask, signed zeros."""
     random = np.random.default_rng(0)
     rows = megabytes * 1024 // 10  # 10 bytes per weight: bfloat16 weights, two float32 moments
     weights = random.standard_normal((-(-rows // 64) * 64, 1024), np.float32)
@@ -160,13 +162,6 @@ def _state(megabytes: int) -> dict[str, tuple[np.ndarray, PartitionSpec]]:
 def _mesh() -> Mesh:
     devices = np.array(jax.devices()).reshape(1, jax.process_count(), jax.local_device_count())
     return Mesh(devices, ("pp", "dp", "tp"))
-
-
-def _handler(way: str) -> AbstractContextManager[Any]:
-    if way == "ours":
-        return orbax_ext.registered(replica_axis="dp", strategy="single")
-    stock = type_handlers.SingleReplicaArrayHandler(replica_axis_index=1) if way == "stock" else None
-    return handlers.installed(stock)
 
 
 def _same(restored: jax.Array, array: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""`orbax-ext inspect`: what a checkpoint holds, how it is stored, and whether it is complete."""
+"""`orbax-ext inspect`: shows what a checkpoint holds, how it is stored, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import exits, paths
+from orbax_ext.cli import arguments, exits, paths
 from orbax_ext.storage import checkpoint
 from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
@@ -17,8 +17,8 @@ _EPILOG = """examples:
   orbax-ext inspect /ckpt/run7 --step 1200   the tree of one step: shapes, dtypes, chunks, bytes
   orbax-ext inspect s3://bucket/run7/1200 --json
 
-Reads metadata only, needs no devices. Exit code 0: all is there; 1: no step is committed, or arrays are missing;
-2: not a checkpoint, or one that was never finished.
+Reads metadata only and needs no devices. Exit code 0: the checkpoint is complete; 1: no step is committed, or arrays
+are missing; 2: the path is not a checkpoint, or its save never finished.
 """
 
 
@@ -29,21 +29,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
-    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory")
+    parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
+    parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list all)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     with paths.readable(args.checkpoint):
-        found = checkpoint.inspect(args.checkpoint, args.step)
-    if isinstance(found, ManagerDirectory):
-        print(json.dumps(_manager_data(found), indent=2) if args.json else _manager_text(found))
-        return exits.EXIT_OK if any(step.state.committed for step in found.steps) else exits.EXIT_BAD_VERDICT
-    data = {"path": args.checkpoint, "items": [_item_data(item) for item in found]}
-    print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in found))
-    return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in found for leaf in item.leaves) else exits.EXIT_OK
+        contents = checkpoint.inspect(args.checkpoint, args.step)
+    if isinstance(contents, ManagerDirectory):
+        print(json.dumps(_manager_data(contents), indent=2) if args.json else _manager_text(contents))
+        return exits.EXIT_OK if any(step.state.committed for step in contents.steps) else exits.EXIT_BAD_VERDICT
+    data = {"path": args.checkpoint, "items": [_item_data(item) for item in contents]}
+    print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in contents))
+    return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in contents for leaf in item.leaves) else exits.EXIT_OK
 
 
 def _manager_text(manager: ManagerDirectory) -> str:
@@ -61,7 +61,7 @@ def _manager_text(manager: ManagerDirectory) -> str:
     head = ("step", "state", "on disk", "files", "saved in", "items")
     committed = [step for step in manager.steps if step.state.committed]
     lines = [manager.path, "", text_lib.table(head, rows, right=(2, 3, 4)), "", _newest(committed)]
-    lines += [f"{s.name}: {s.state.because}" for s in manager.steps if not s.state.committed]
+    lines += [f"{step.name}: {step.state.because}" for step in manager.steps if not step.state.committed]
     return "\n".join(lines)
 
 
@@ -69,8 +69,8 @@ def _newest(committed: Sequence[SavedStep]) -> str:
     if not committed:
         return "No step is committed: there is nothing to restore from."
     newest = committed[-1]
-    shown = "" if newest.number is None else f"; look into it with --step {newest.number}"
-    return f"{text_lib.count(len(committed), 'committed step')}; a restore takes {newest.name}{shown}"
+    hint = "" if newest.number is None else f"; --step {newest.number} shows what it holds"
+    return f"{text_lib.count(len(committed), 'committed step')}; a restore takes {newest.name}{hint}"
 
 
 def _item_text(item: CheckpointItem) -> str:
@@ -85,13 +85,14 @@ def _item_text(item: CheckpointItem) -> str:
 def _facts(item: CheckpointItem) -> str:
     facts = [f"committed: {item.state.because}"]
     if item.has_arrays:
-        facts.append(f"{item.format}{' in OCDBT' if item.ocdbt else ', a file for each chunk'}")
+        facts.append(f"{item.format}{' in OCDBT' if item.ocdbt else ', one file per chunk'}")
     else:
         facts.append(f"no arrays, {text_lib.size(item.bytes_on_disk)} in {text_lib.count(item.files, 'file')}")
     if item.mesh:
-        facts.append("saved on mesh (" + ", ".join(f"{name}={size}" for name, size in item.mesh) + ")")
+        facts.append(f"saved on mesh {text_lib.mesh(dict(item.mesh))}")
     if item.saved_by:
-        facts.append(f"by {text_lib.count(len(item.saved_by), 'process')} x {len(item.saved_by[0])} devices")
+        devices = text_lib.count(len(item.saved_by[0]), "device")
+        facts.append(f"by {text_lib.count(len(item.saved_by), 'process')} x {devices}")
     elif item.writers:
         facts.append(f"written by {text_lib.count(item.writers, 'process')}")
     if item.handler:

@@ -1,4 +1,4 @@
-"""The command line, `orbax-ext`. Exit codes are in `exits`."""
+"""The command line, `orbax-ext`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import NoReturn
 from orbax_ext import version
 from orbax_ext.cli import exits
 
-# The commands in the order that --help shows. A command's module is imported when it is asked for: some need JAX.
+# In the order of --help. A command's module is imported only when that command runs: importing JAX takes a second.
 COMMANDS = {
-    "check": "restore for real on this cluster, into nothing, and give a verdict",
+    "check": "restore a checkpoint on this cluster, discard the result, and give a verdict",
     "demo": "restore a small state with stock Orbax and with orbax_ext on a local cluster",
-    "doctor": "tell which known defects of Orbax this installation has, and what mends them",
+    "doctor": "list which known defects of Orbax this installation has, and what fixes them",
     "inspect": "show what a checkpoint holds and how it is stored",
     "patch": "apply the patches to a source tree of Orbax",
-    "plan": "tell what a restore would do on a given mesh: bytes, seconds, memory",
+    "plan": "forecast a restore on a given mesh: bytes, seconds, memory",
     "report": "show where the time of a restore went, on all processes",
     "verify": "compare a checkpoint with the digests stored beside it, or write them",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code, which is one of those in `exits`."""
     name = "orbax-ext"
     try:
         try:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = f"orbax-ext {args.command}"
             code: int = args.run(args)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe is noticed
+            sys.stdout.flush()  # raises BrokenPipeError here rather than when Python exits
     except exits.UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return exits.EXIT_CANNOT_RUN
@@ -41,22 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return exits.EXIT_INTERRUPTED
     except BrokenPipeError:  # `orbax-ext ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the pipe again at exit
         return exits.EXIT_BROKEN_PIPE
     return code
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """Prints one line instead of the usage, which is long."""
         self.exit(exits.EXIT_CANNOT_RUN, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of all commands; only the command that `argv` names gets its arguments."""
     parser = _Parser(
         prog="orbax-ext",
         description="Restore of large JAX jobs: tools around orbax_ext.",
-        epilog="Stored shapes have one leading axis more than yours, or one less? That is pmap's axis of devices: "
-        "orbax_ext.restore_args(abstract, stacked=True) restores either into the other.",
+        epilog="If the stored shapes have one leading axis more or less than yours, that axis is pmap's axis of "
+        "devices: orbax_ext.restore_args(abstract, stacked=True) restores either form into the other.",
     )
     parser.add_argument("--version", action="version", version=f"orbax-ext {version.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

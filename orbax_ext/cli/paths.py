@@ -1,20 +1,17 @@
-"""What several commands are given: paths of checkpoints, and specs of their leaves."""
+"""Paths of checkpoints that commands read."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator
 
 from orbax_ext.cli import exits
 from orbax_ext.storage import checkpoint, s3
 
-HELP = "a CheckpointManager's directory, a step, or an item in it; a local path or s3://bucket/..."
-
 
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
-    """While a command looks at a path: s3:// works, and what is wrong with the path is told in one line."""
+    """Enables s3:// while a command reads `path`; raises `UserError` if the path can't be read."""
     enabled = s3.is_s3(path) and not s3.s3_enabled()
     if enabled:
         s3.enable_s3()
@@ -31,13 +28,3 @@ def readable(path: str) -> Iterator[None]:
     finally:
         if enabled:
             s3.disable_s3()
-
-
-def add_spec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--spec",
-        metavar="PATTERN=SPEC",
-        action="append",
-        default=[],
-        help="the spec of leaves by name, such as '*.kernel=P(None,tp)'; the first of several that matches counts",
-    )

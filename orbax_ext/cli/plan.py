@@ -1,64 +1,76 @@
-"""`orbax-ext plan`: what a restore would do on a cluster, without devices and without reading data."""
+"""`orbax-ext plan`: forecasts a restore on a cluster, without devices and without reading arrays.
+
+A described model (--shapes) is planned without JAX, Orbax and TensorStore: importing them takes longer than planning.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import ml_dtypes  # noqa: F401  registers bfloat16, float8_e4m3fn and the like with numpy, for dtypes in --shapes
 import numpy as np
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import exits, paths
-from orbax_ext.plan import Leaf
+from orbax_ext.cli import arguments, exits, files
+from orbax_ext.plan import Leaf, MeshInfo
 from orbax_ext.plan.cost import Rates
-from orbax_ext.plan.forecast import described, forecast, notation, picture
+from orbax_ext.plan.forecast import described, notation, picture
+from orbax_ext.plan.forecast import forecast as forecast_lib
 from orbax_ext.plan.forecast.described import Described
 from orbax_ext.plan.forecast.forecast import Forecast
-from orbax_ext.storage import checkpoint
+
+if TYPE_CHECKING:
+    from orbax_ext.storage import checkpoint
 
 _EPILOG = """examples:
   orbax-ext plan /ckpt/run7 --mesh pp=1,dp=4,tp=8 --processes 4
   orbax-ext plan /ckpt/run7 --mesh dp=64,tp=8 --processes 64 --spec '*.kernel=P(None,tp)' --svg plan.svg
   orbax-ext plan --shapes model.txt --mesh pp=16,dp=256,tp=8 --processes 4096
 
-A model that is not saved yet is described in a file, an array on each line, or in JSON:
+A file can describe a model that is not saved yet, in JSON or with one array on each line:
   embed                    bfloat16  129280x7168    P(tp)            16160x7168
   layers.{0..60}.experts   bfloat16  256x7168x2048  P(pp,None,tp)
   step                     int32     ()
-with name ({0..60} stands for 61 arrays), dtype, shape, spec (else --spec, else copies) and stored chunk (else what a
-device of this mesh holds). Without --spec, leaves of a checkpoint keep the spec that they were saved with where it fits
-the mesh. Devices are given to processes in the mesh's order, the last axis running fastest.
+The columns are the name ({0..60} stands for 61 arrays), dtype, shape, spec (default: --spec, else a copy on every
+device) and stored chunk (default: what one device of this mesh holds). Leaves of a checkpoint keep the spec that they
+were saved with where it fits the mesh, unless --spec matches them. Devices are assigned to processes in the order of
+the mesh; the last axis runs fastest.
+
+Exit code 0: the state fits into the devices' memory; 1: it does not; 2: the arguments or files are wrong.
 """
 _SHOWN = 16  # processes, or leaves, that are listed one by one
+_HEAD = ("strategy", "read in all", "of the state", "busiest reads", "receives", "groups", "seconds", "peak per device")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Tells without devices who would read what, what would cross each link, which leaves are read more "
+        "Shows, without devices, what each process would read and receive, which leaves would be read more "
         "than once, how long each strategy would take, and which one auto picks and why."
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("checkpoint", metavar="CKPT", nargs="?", help=paths.HELP)
-    what.add_argument("--shapes", metavar="FILE", type=pathlib.Path, help="a described model instead, see below")
-    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
-    parser.add_argument("--mesh", metavar="AXES", required=True, help="such as pp=1,dp=4,tp=8")
+    what.add_argument("checkpoint", metavar="CKPT", nargs="?", help=arguments.CHECKPOINT)
+    what.add_argument("--shapes", metavar="FILE", type=pathlib.Path, help="a file that describes a model, see below")
+    arguments.add_step(parser)
+    parser.add_argument("--mesh", metavar="AXES", required=True, help="the mesh, such as pp=1,dp=4,tp=8")
     parser.add_argument(
-        "--processes", metavar="N", type=int, required=True, help="processes, with equally many devices"
+        "--processes", metavar="N", type=int, required=True, help="processes; all have the same number of devices"
     )
-    paths.add_spec(parser)
+    arguments.add_spec(parser)
     parser.add_argument(
-        "--replica-axis", metavar="AXIS", help="for `single`: the axis of copies (those that none uses)"
+        "--replica-axis", metavar="AXIS", help="the replica axis of `single` (default: the axes that no leaf uses)"
     )
-    rate = parser.add_argument_group("the cluster, per process while all work at once")
+    rate = parser.add_argument_group("the cluster; rates are per process while all processes work at once")
     rate.add_argument("--storage-gbps", metavar="GBPS", type=float, help="gigabits per second from storage (8)")
     rate.add_argument("--storage-total-gbps", metavar="GBPS", type=float, help="of all processes together (no limit)")
     rate.add_argument("--fabric-gbps", metavar="GBPS", type=float, help="gigabits per second between processes (100)")
-    rate.add_argument("--memory", metavar="GB", type=float, help="free on each device before the restore (64)")
+    rate.add_argument("--memory", metavar="GB", type=float, help="memory free on each device before the restore (64)")
     parser.add_argument("--svg", metavar="OUT", type=pathlib.Path, help="write a picture of the bytes by process")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
@@ -67,27 +79,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rates, free = _cluster(args)
     try:
-        mesh = forecast.mesh_on(notation.parse_mesh(args.mesh), args.processes)
+        mesh = forecast_lib.mesh_on(notation.parse_mesh(args.mesh), args.processes)
         rules = [notation.parse_rule(text) for text in args.spec]
         leaves, unfit = described.place(_described(args), mesh, rules)
-        found: dict[str, Forecast] = {
-            strategy: forecast.forecast(leaves, mesh, args.processes, rates, free, strategy, args.replica_axis)
-            for strategy in forecast.STRATEGIES
+        forecasts: dict[str, Forecast] = {
+            strategy: forecast_lib.forecast(leaves, mesh, args.processes, rates, free, strategy, args.replica_axis)
+            for strategy in forecast_lib.STRATEGIES
         }
     except ValueError as error:
         raise exits.UserError(str(error)) from None
-    what = str(args.shapes or args.checkpoint)
-    notes = _notes(found["auto"], unfit, rules, leaves, free)
+    model = str(args.shapes or args.checkpoint)
+    notes = _notes(forecasts["auto"], unfit, rules, leaves, free)
     if args.svg:
-        _draw(args.svg, f"{what} on {mesh}, {text_lib.count(args.processes, 'process')}", found)
+        title = f"{model} on {mesh}, {text_lib.count(args.processes, 'process')}"
+        drawn = [forecast for strategy, forecast in forecasts.items() if strategy != "auto"]
+        files.write(args.svg, picture.draw(title, drawn))
     if args.json:
-        print(json.dumps(_data(what, leaves, found, rates, notes), indent=1))
+        print(json.dumps(_data(model, leaves, forecasts, rates, notes), indent=1))
     else:
-        print(_text(what, str(mesh), args, leaves, found, rates, notes))
-    return exits.EXIT_OK if found["auto"].device_peak <= free else exits.EXIT_BAD_VERDICT
+        print(_text(model, mesh, args, leaves, forecasts, rates, notes))
+    return exits.EXIT_OK if forecasts["auto"].device_peak <= free else exits.EXIT_BAD_VERDICT
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Rates, int]:
+    """Returns the rates of one process and the bytes that are free on each device."""
     given = {name: getattr(args, name) for name in ("storage_gbps", "fabric_gbps", "memory", "storage_total_gbps")}
     for name, value in given.items():
         if value is not None and value <= 0:
@@ -103,21 +118,27 @@ def _cluster(args: argparse.Namespace) -> tuple[Rates, int]:
 
 
 def _described(args: argparse.Namespace) -> list[Described]:
-    if args.shapes is not None:
-        try:
-            return described.parse_shapes(args.shapes.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise exits.UserError(f"{args.shapes}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise exits.UserError(f"{args.shapes}: {error}") from None
-    with paths.readable(args.checkpoint):
-        items = [item for item in checkpoint.items_of(args.checkpoint, args.step) if item.has_arrays]
-    found = [
+    """Returns the arrays of the file, or of the checkpoint, that the arguments name."""
+    if args.shapes is None:
+        return _stored(args.checkpoint, args.step)
+    try:
+        return described.parse_shapes(files.read(args.shapes))
+    except ValueError as error:
+        raise exits.UserError(f"{args.shapes}: {error}") from None
+
+
+def _stored(path: str, step: int | None) -> list[Described]:
+    from orbax_ext.cli import paths  # both import JAX, Orbax and TensorStore
+    from orbax_ext.storage import checkpoint
+
+    with paths.readable(path):
+        items = [item for item in checkpoint.items_of(path, step) if item.has_arrays]
+    arrays = [
         _from_leaf(leaf, item.name if len(items) > 1 else "") for item in items for leaf in item.leaves if leaf.array
     ]
-    if not found:
-        raise exits.UserError(f"{args.checkpoint} holds no arrays")
-    return found
+    if not arrays:
+        raise exits.UserError(f"{path} holds no arrays")
+    return arrays
 
 
 def _from_leaf(leaf: checkpoint.StoredLeaf, item: str) -> Described:
@@ -143,52 +164,51 @@ def _notes(
 ) -> list[str]:
     notes = []
     if unfit:
-        shown = ", ".join([*unfit][:3]) + (f" and {len(unfit) - 3} more" if len(unfit) > 3 else "")
-        notes.append(f"taken as copies, because their own spec does not fit ({next(iter(unfit.values()))}): {shown}")
+        reason = next(iter(unfit.values()))
+        notes.append(f"taken as copies, because their own spec does not fit ({reason}): {text_lib.listing(unfit)}")
     for rule in rules:
         if not any(rule.matches(leaf.name) for leaf in leaves):
             notes.append(f"--spec {rule.pattern!r} matches no leaf")
     read = auto.volumes.read
     if read.max() > 1.5 * read.mean() and auto.travelling:
         notes.append(
-            f"process {int(read.argmax())} reads {read.max() / read.mean():.1f} times the mean: leaves can't be cut"
+            f"{text_lib.process(int(read.argmax()), {})} reads {read.max() / read.mean():.1f} times the mean: some "
+            "leaves can't be cut"
         )
     if auto.device_peak > free:
         notes.append(
-            f"DOES NOT FIT: {text_lib.size(auto.device_peak)} on each device, "
+            f"DOES NOT FIT: the restore needs {text_lib.size(auto.device_peak)} on each device, and "
             f"{text_lib.size(free)} are free: shard more"
         )
     return notes
 
 
 def _text(
-    what: str,
-    mesh: str,
+    model: str,
+    mesh: MeshInfo,
     args: argparse.Namespace,
     leaves: Sequence[Leaf],
-    found: Mapping[str, Forecast],
+    forecasts: Mapping[str, Forecast],
     rates: Rates,
     notes: Sequence[str],
 ) -> str:
-    auto = found["auto"]
-    each = np.prod([size for _, size in notation.parse_mesh(args.mesh)]) // args.processes
+    auto = forecasts["auto"]
+    devices = len(mesh.processes) // args.processes
     lines = [
-        f"{what}: {text_lib.count(len(leaves), 'leaf')}, {text_lib.size(_logical(leaves))}",
-        f"  mesh {mesh} on {text_lib.count(args.processes, 'process')} x {each} devices; "
+        f"{model}: {text_lib.count(len(leaves), 'leaf')}, {text_lib.size(_logical(leaves))}",
+        f"  mesh {mesh} on {text_lib.count(args.processes, 'process')} x {text_lib.count(devices, 'device')}; "
         f"{text_lib.size(auto.device_bytes)} on each device",
-        f"  {rates}{_storage_in_all(rates, args.processes)}",
+        f"  {rates}; all processes together {text_lib.size(_total_storage_rate(rates, args.processes))}/s from storage",
         "",
-        text_lib.table(_HEAD, [_row(each, leaves) for each in found.values()], right=range(1, len(_HEAD))),
+        text_lib.table(_HEAD, [_row(forecast, leaves) for forecast in forecasts.values()], range(1, len(_HEAD))),
         "",
         "auto picks",
     ]
-    for reason, names in forecast.reasons(auto, leaves).items():
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
-        lines.append(f"  {reason}: {shown}")
+    lines += [f"  {reason}: {text_lib.listing(names)}" for reason, names in forecast_lib.reasons(auto, leaves).items()]
     lines += ["", "who reads what, with auto", *_by_process(auto)]
-    if blamed := forecast.unfit_chunks(auto.volumes, leaves):
-        lines += ["", f"read more than needed, with auto ({len(blamed)} of {len(leaves)} leaves)"]
-        lines += [f"  {b.read / max(1, b.needed):.1f} times  {b}" for b in blamed[:_SHOWN]]
+    if unfit := forecast_lib.unfit_chunks(auto.volumes, leaves):
+        lines += ["", f"read more than needed, with auto ({len(unfit)} of {text_lib.count(len(leaves), 'leaf')})"]
+        lines += [f"  {chunks.read / max(1, chunks.needed):.1f} times  {chunks}" for chunks in unfit[:_SHOWN]]
         lines.append("  Chunks that divide the blocks are read once: save from this mesh, or with a chunk_byte_size.")
     lines += [f"note: {note}" for note in notes]
     if args.svg:
@@ -196,84 +216,84 @@ def _text(
     return "\n".join(lines)
 
 
-def _storage_in_all(rates: Rates, processes: int) -> str:
-    """What the figure for one process supposes of a store that all share."""
-    total = min(rates.storage_total, rates.storage * processes)
-    return f"; all processes together {text_lib.size(total)}/s from storage"
+def _total_storage_rate(rates: Rates, processes: int) -> float:
+    """Returns the bytes per second that storage must serve if every process reads at its own rate."""
+    return min(rates.storage_total, rates.storage * processes)
 
 
-_HEAD = ("strategy", "read in all", "of the state", "busiest reads", "receives", "groups", "seconds", "peak per device")
-
-
-def _row(each: Forecast, leaves: Sequence[Leaf]) -> tuple[str, ...]:
+def _row(forecast: Forecast, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     return (
-        each.strategy,
-        text_lib.size(each.volumes.total_read),
-        f"x {each.volumes.total_read / max(1, _logical(leaves)):.2f}",
-        text_lib.size(each.volumes.read.max()),
-        text_lib.size(each.volumes.received.max()),
-        str(len(each.plan.groups)),
-        text_lib.seconds(each.seconds),
-        text_lib.size(each.device_peak),
+        forecast.strategy,
+        text_lib.size(forecast.volumes.total_read),
+        f"x {forecast.volumes.total_read / max(1, _logical(leaves)):.2f}",
+        text_lib.size(forecast.volumes.read.max()),
+        text_lib.size(forecast.volumes.received.max()),
+        str(len(forecast.plan.groups)),
+        text_lib.seconds(forecast.seconds),
+        text_lib.size(forecast.device_peak),
     )
 
 
 def _by_process(auto: Forecast) -> list[str]:
     read, received = auto.volumes.read, auto.volumes.received
     if len(read) <= _SHOWN:
-        rows = [(str(p), text_lib.size(read[p]), text_lib.size(received[p])) for p in range(len(read))]
+        rows = [
+            (str(process), text_lib.size(read[process]), text_lib.size(received[process]))
+            for process in range(len(read))
+        ]
         return [text_lib.table(("process", "from storage", "from others"), rows, right=(0, 1, 2))]
     rows = [
         (name, text_lib.size(np.quantile(read, share)), text_lib.size(np.quantile(received, share)))
         for name, share in (("least", 0.0), ("middle", 0.5), ("most", 1.0))
     ]
-    busiest = f"  process {int(read.argmax())} reads most, process {int(received.argmax())} receives most"
+    reads_most, receives_most = (text_lib.process(int(volume.argmax()), {}) for volume in (read, received))
+    busiest = f"  {reads_most} reads most, {receives_most} receives most"
     return [text_lib.table(("", "from storage", "from others"), rows, right=(1, 2)), busiest]
 
 
 def _logical(leaves: Sequence[Leaf]) -> int:
-    return sum(int(np.prod(leaf.shape, dtype=object)) * leaf.itemsize for leaf in leaves)
-
-
-def _draw(path: pathlib.Path, title: str, found: Mapping[str, Forecast]) -> None:
-    shown = [each for name, each in found.items() if name != "auto"]
-    try:
-        path.write_text(picture.draw(title, shown), encoding="utf-8")
-    except OSError as error:
-        raise exits.UserError(f"{path}: {error.strerror or error}") from None
+    return sum(math.prod(leaf.shape) * leaf.itemsize for leaf in leaves)
 
 
 def _data(
-    what: str, leaves: Sequence[Leaf], found: Mapping[str, Forecast], rates: Rates, notes: Sequence[str]
+    model: str, leaves: Sequence[Leaf], forecasts: Mapping[str, Forecast], rates: Rates, notes: Sequence[str]
 ) -> dict[str, Any]:
     return {
-        "model": what,
+        "model": model,
         "leaves": len(leaves),
         "logical_bytes": _logical(leaves),
-        "bytes_per_device": found["auto"].device_bytes,
+        "bytes_per_device": forecasts["auto"].device_bytes,
         "rates": {
             "storage": rates.storage,
             "fabric": rates.fabric,
             "storage_total": None if rates.storage_total == float("inf") else rates.storage_total,
             "how": rates.how,
         },
-        "strategies": {name: _forecast_data(each, leaves) for name, each in found.items()},
+        "strategies": {name: _forecast_data(forecast, leaves) for name, forecast in forecasts.items()},
         "notes": list(notes),
     }
 
 
-def _forecast_data(each: Forecast, leaves: Sequence[Leaf]) -> dict[str, Any]:
+def _forecast_data(forecast: Forecast, leaves: Sequence[Leaf]) -> dict[str, Any]:
     return {
-        "seconds": each.seconds,
-        "peak_bytes_per_device": each.device_peak,
-        "bytes_read": each.volumes.total_read,
-        "bytes_received": each.volumes.total_received,
-        "read_by_process": each.volumes.read.tolist(),
-        "received_by_process": each.volumes.received.tolist(),
-        "groups": [{"leaves": len(g.leaves), "bytes_per_device": g.device_bytes} for g in each.plan.groups],
-        "because": dict(forecast.reasons(each, leaves)),
+        "seconds": forecast.seconds,
+        "peak_bytes_per_device": forecast.device_peak,
+        "bytes_read": forecast.volumes.total_read,
+        "bytes_received": forecast.volumes.total_received,
+        "read_by_process": forecast.volumes.read.tolist(),
+        "received_by_process": forecast.volumes.received.tolist(),
+        "groups": [
+            {"leaves": len(group.leaves), "bytes_per_device": group.device_bytes} for group in forecast.plan.groups
+        ],
+        "because": dict(forecast_lib.reasons(forecast, leaves)),
         "read_more_than_needed": [
-            {"leaf": b.leaf.name, "read": b.read, "needed": b.needed, "chunk": b.leaf.chunk, "block": b.leaf.block}
-            for b in forecast.unfit_chunks(each.volumes, leaves)
+            {
+                "leaf": chunks.leaf.name,
+                "read": chunks.read,
+                "needed": chunks.needed,
+                "chunk": chunks.leaf.chunk,
+                "block": chunks.leaf.block,
+            }
+            for chunks in forecast_lib.unfit_chunks(forecast.volumes, leaves)
         ],
     }

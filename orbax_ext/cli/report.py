@@ -1,4 +1,4 @@
-"""`orbax-ext report`: the timeline of a restore, as a page, as a trace, or in words."""
+"""`orbax-ext report`: shows the timeline of a restore as text, as a page, or as a trace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import pathlib
 from typing import Any
 
-from orbax_ext.cli import exits
+from orbax_ext import text as text_lib
+from orbax_ext.cli import exits, files
 from orbax_ext.report import page, timeline
 from orbax_ext.report.report import RestoreReport
 
 _EPILOG = """examples:
   in the job, on process 0:  pathlib.Path("restore.json").write_text(orbax_ext.last_report().to_json())
-  orbax-ext report restore.json                                      a table, in words
+  orbax-ext report restore.json    prints a table
   orbax-ext report restore.json --html restore.html --trace restore.trace.json
 
 The page opens in any browser, without a network. The trace opens in https://ui.perfetto.dev and chrome://tracing.
@@ -22,14 +23,14 @@ The page opens in any browser, without a network. The trace opens in https://ui.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Shows a report that last_report().to_json() has written: who did what when, who waited for whom, "
-        "and the critical path."
+        "Shows a report that last_report().to_json() returned: what each process did and when, which processes "
+        "waited for which, and the critical path."
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="the JSON of a report")
-    parser.add_argument("--html", metavar="OUT", type=pathlib.Path, help="write a timeline as a page")
-    parser.add_argument("--trace", metavar="OUT", type=pathlib.Path, help="write a timeline as a Chrome/Perfetto trace")
+    parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="a report as JSON")
+    parser.add_argument("--html", metavar="OUT", type=pathlib.Path, help="write the timeline as a page")
+    parser.add_argument("--trace", metavar="OUT", type=pathlib.Path, help="write the timeline as a Perfetto trace")
     parser.add_argument("--json", action="store_true", help="print the analysis as JSON")
     parser.set_defaults(run=run)
 
@@ -37,32 +38,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report = _load(args.file)
     if args.html:
-        _write(args.html, page.render(report))
+        files.write(args.html, page.render(report))
     if args.trace:
-        _write(args.trace, json.dumps(timeline.trace_events(report)))
+        files.write(args.trace, json.dumps(timeline.trace_events(report)))
     if args.json:
         print(json.dumps(_analysis(report), indent=2))
     else:
-        print(report)
-        print("\n".join(_lines(report)))
-        print("\n".join(f"written: {path}" for path in (args.html, args.trace) if path), end="")
+        written = [f"written: {path}" for path in (args.html, args.trace) if path]
+        print("\n".join([str(report), *_lines(report), *written]))
     return exits.EXIT_BAD_VERDICT if report.error else exits.EXIT_OK
 
 
 def _load(path: pathlib.Path) -> RestoreReport:
     try:
-        return RestoreReport.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise exits.UserError(f"{path}: {error.strerror or error}") from None
+        return RestoreReport.from_json(files.read(path))
     except ValueError as error:
         raise exits.UserError(f"{path}: {error}") from None
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise exits.UserError(f"{path}: {error.strerror or error}") from None
 
 
 def _analysis(report: RestoreReport) -> dict[str, Any]:
@@ -75,8 +66,8 @@ def _analysis(report: RestoreReport) -> dict[str, Any]:
         "groups": report.groups,
         "critical_path": [{"process": step.process, **lanes[step.process][step.span].to_dict()} for step in path],
         "waited_for": [
-            {"process": wait.process, "seconds": wait.seconds, "by": wait.waiters}
-            for wait in timeline.most_waited_for(lanes)
+            {"process": blame.process, "seconds": blame.seconds, "by": blame.waiters}
+            for blame in timeline.most_waited_for(lanes)
         ],
         "members": [
             {key: value for key, value in member.to_dict().items() if key != "spans"}
@@ -86,14 +77,24 @@ def _analysis(report: RestoreReport) -> dict[str, Any]:
 
 
 def _lines(report: RestoreReport) -> list[str]:
+    """Returns the largest parts of the critical path, and the processes that cost the others the most waiting."""
     lanes = timeline.make_lanes(report)
-    on_path: dict[tuple[str, int], float] = {}
+    hosts = {process: member.host for process, member in report.members.items()}
+    seconds: dict[tuple[str, int], float] = {}
     for step in timeline.critical_path(lanes):
         key = (lanes[step.process][step.span].phase, step.process)
-        on_path[key] = on_path.get(key, 0.0) + step.end - step.start
-    most = sorted(on_path.items(), key=lambda item: -item[1])[:5]
-    lines = ["critical path: " + ", ".join(f"{phase} on process {p} {s:.2f} s" for (phase, p), s in most)]
-    waits = [f"process {w.process} by {w.waiters} ({w.seconds:.2f} s in all)" for w in timeline.most_waited_for(lanes)]
+        seconds[key] = seconds.get(key, 0.0) + step.end - step.start
+    largest = sorted(seconds.items(), key=lambda item: -item[1])[:5]
+    parts = [
+        f"{phase} on {text_lib.process(process, hosts)} {text_lib.seconds(taken)}"
+        for (phase, process), taken in largest
+    ]
+    lines = [f"critical path: {', '.join(parts)}"]
+    waits = [
+        f"{text_lib.process(blame.process, hosts)} by {text_lib.count(blame.waiters, 'process')} "
+        f"({text_lib.seconds(blame.seconds)} in all)"
+        for blame in timeline.most_waited_for(lanes)[:3]
+    ]
     if waits:
-        lines.append("waited for: " + ", ".join(waits[:3]))
+        lines.append(f"waited for: {', '.join(waits)}")
     return lines

@@ -1,34 +1,37 @@
-"""`orbax-ext verify`: compares a checkpoint with the digests that were stored beside it, or stores them."""
+"""`orbax-ext verify`: compares a checkpoint with the digests that are stored beside it, or writes them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
-from orbax_ext.cli import exits, paths
+from orbax_ext import text as text_lib
+from orbax_ext.cli import arguments, exits, paths
 from orbax_ext.storage import checkpoint, s3
 from orbax_ext.storage.checkpoint import digest_files
 
 _EPILOG = """examples:
-  orbax-ext verify --write /ckpt/run7       stores digests of the newest step, once it is known to be good
-  orbax-ext verify /ckpt/run7 --step 1200   exit code 0: the same, 1: damaged, 2: nothing to compare with
+  orbax-ext verify --write /ckpt/run7       writes digests of the newest step, while it is known to be good
+  orbax-ext verify /ckpt/run7 --step 1200   compares that step with its digests
+
+Exit code 0: all arrays have the stored digests; 1: arrays are damaged; 2: there are no digests to compare with.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Reads every array of a checkpoint and compares its digest with the one stored beside the checkpoint. With "
-        "--write, stores them; nothing in the checkpoint changes. Restores with verify=True compare with them too."
+        "--write, writes the digests; the checkpoint itself does not change. Restores with verify=True use them too."
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
-    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
+    parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
+    arguments.add_step(parser)
     parser.add_argument("--write", action="store_true", help="write the digests instead of comparing with them")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
@@ -46,58 +49,60 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    shown = sys.stderr.isatty()
+    """Yields the name and digest of every array, or the reason why it can't be read; shows progress on a terminal."""
+    show = sys.stderr.isatty()
     try:
-        for number, (name, found) in enumerate(digest_files.compute(item), 1):
-            if shown:
-                print(f"\r{number} arrays read", end="", file=sys.stderr, flush=True)
-            yield name, found
-    except ValueError as error:  # TensorStore's word for a list of arrays that is damaged
+        for number, (name, digest) in enumerate(digest_files.compute(item), 1):
+            if show:
+                print(f"\r{text_lib.count(number, 'array')} read", end="", file=sys.stderr, flush=True)
+            yield name, digest
+    except ValueError as error:  # TensorStore raises it if the list of arrays is damaged
         yield "the list of arrays", str(s3.explain(error, str(item)))
     finally:
-        if shown:
+        if show:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _write(item: epath.Path) -> dict[str, Any]:
-    found = dict(_digests(item))
-    bad = {name: f"can't be read: {what}" for name, what in found.items() if isinstance(what, str)}
-    good = {name: what for name, what in found.items() if not isinstance(what, str)}
+    digests = dict(_digests(item))
+    bad = {name: f"can't be read: {digest}" for name, digest in digests.items() if isinstance(digest, str)}
+    good = {name: digest for name, digest in digests.items() if not isinstance(digest, str)}
     written = None if bad else str(digest_files.write(item, good))
-    return {"item": str(item), "arrays": len(found), "written": written, "bad": bad}
+    return {"item": str(item), "arrays": len(digests), "written": written, "bad": bad}
 
 
 def _compare(item: epath.Path) -> dict[str, Any]:
+    path = digest_files.path_for(item)
     try:
         stored = digest_files.load(item)
     except (ValueError, KeyError) as error:
-        raise exits.UserError(f"{digest_files.path_for(item)} can't be understood: {error}") from None
+        raise exits.UserError(f"{path} can't be understood: {error}") from None
     if stored is None:
-        place = digest_files.path_for(item)
-        why = "is of another checkpoint of the same name" if place.exists() else "does not exist"
-        raise exits.UserError(f"nothing to compare {item} with: {place} {why}; `orbax-ext verify --write` makes it")
-    found = dict(_digests(item))
-    bad = {name: "is missing" for name in stored if name not in found}
-    for name, what in found.items():
-        if isinstance(what, str):
-            bad[name] = f"can't be read: {what}"
+        reason = "belongs to another checkpoint of the same name" if path.exists() else "does not exist"
+        raise exits.UserError(f"nothing to compare {item} with: {path} {reason}; `orbax-ext verify --write` makes it")
+    digests = dict(_digests(item))
+    bad = {name: "is missing" for name in stored if name not in digests}
+    for name, digest in digests.items():
+        if isinstance(digest, str):
+            bad[name] = f"can't be read: {digest}"
         elif name not in stored:
-            bad[name] = "was not there when the digests were written"
-        elif what != stored[name]:
-            bad[name] = f"is {_words(what)}, not {_words(stored[name])}"
-    return {"item": str(item), "arrays": len(found), "written": None, "bad": bad}
+            bad[name] = "did not exist when the digests were written"
+        elif digest != stored[name]:
+            bad[name] = f"is {_digest_text(digest)}, not {_digest_text(stored[name])}"
+    return {"item": str(item), "arrays": len(digests), "written": None, "bad": bad}
 
 
-def _words(what: Any) -> str:
-    return f"{what['dtype']}{what['shape']} with digest {what['digest']}"
+def _digest_text(digest: Mapping[str, Any]) -> str:
+    return f"{digest['dtype']}{digest['shape']} with digest {digest['digest']}"
 
 
-def _lines(result: dict[str, Any]) -> list[str]:
-    lines = [f"{result['item']}: {name} {why.splitlines()[0]}" for name, why in sorted(result["bad"].items())]
+def _lines(result: Mapping[str, Any]) -> list[str]:
+    item, arrays = result["item"], text_lib.count(result["arrays"], "array")
+    lines = [f"{item}: {name} {reason.splitlines()[0]}" for name, reason in sorted(result["bad"].items())]
     if result["written"]:
-        lines.append(f"{result['item']}: digests of {result['arrays']} arrays written to {result['written']}")
+        lines.append(f"{item}: digests of {arrays} written to {result['written']}")
     elif result["bad"]:
-        lines.append(f"{result['item']}: {len(result['bad'])} of {result['arrays']} arrays are bad")
+        lines.append(f"{item}: damaged: {len(result['bad'])} of {arrays}")
     else:
-        lines.append(f"{result['item']}: all {result['arrays']} arrays have the digests that were stored")
+        lines.append(f"{item}: verified {arrays} against the stored digests")
     return lines

@@ -1,4 +1,4 @@
-"""A local cluster of real JAX processes, to try things that need several hosts.
+"""A local cluster of real JAX processes, to try on one machine what needs several hosts.
 
     from orbax_ext import lab
 
@@ -10,9 +10,8 @@
         with lab.Cluster(processes=4, devices=8) as cluster:
             print(cluster.run(whoami))
 
-The processes are ordinary ones: CPU devices, gloo collectives, `jax.distributed`. A cluster stays up and takes
-one function after another; a function that hangs or kills a process costs its own run, and the next run starts
-the cluster anew.
+The processes use CPU devices, gloo collectives and `jax.distributed`. A cluster stays up and runs one function after
+another. If a function hangs or kills a process, only its own run fails: the next run starts the cluster again.
 """
 
 from orbax_ext.lab.cluster import Cluster, Outcome, Run, RunFailedError

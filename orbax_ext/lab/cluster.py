@@ -1,4 +1,4 @@
-"""The parent's side of a local cluster: start the processes, send them work, collect outcomes, clean up."""
+"""The parent's side of a local cluster: starts the processes, sends them functions, collects outcomes, cleans up."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from typing import Any, Self
 
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
-_START_LIMIT = 180.0  # importing JAX in many processes on few cores is slow
-_STOP_LIMIT = 20.0
-_TERM_GRACE = 3.0
-_LOG_TAIL_LINES = 40
+_START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is slow
+_STOP_LIMIT = 20.0  # seconds for all processes to leave `jax.distributed` together
+_TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+_STACKS_DELAY = 0.2  # seconds for a process to write its stacks to its log
+_LOG_TAIL_LINES = 40  # of each failed process in an error: a traceback or two
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one process made of a run: a value, a failure, or neither (`state` says why)."""
+    """The result of a run on one process: a value, a failure, or neither if the process died or timed out."""
 
     rank: int
     state: str  # "returned", "raised", "died" or "timed out"
@@ -41,15 +42,12 @@ class Outcome:
         return self.state == "returned"
 
     def __str__(self) -> str:
-        if self.state == "raised" and self.failure is not None:
-            return f"process {self.rank} raised {self.failure}"
-        if self.state == "died":
-            return f"process {self.rank} died with exit code {self.exit_code}"
-        return f"process {self.rank} {self.state}"
+        details = {"raised": f" {self.failure}", "died": f" with exit code {self.exit_code}"}
+        return f"process {self.rank} {self.state}{details.get(self.state, '')}"
 
 
 class RunFailedError(Exception):
-    """At least one process did not return. `.outcomes` has them all; the message has the logs' tails."""
+    """At least one process did not return. `.outcomes` has all outcomes; the message ends with the processes' logs."""
 
     def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
         super().__init__(message)
@@ -60,14 +58,14 @@ class Cluster:
     """`processes` JAX processes with `devices` CPU devices each, on this machine.
 
     Args:
-      processes: How many processes.
-      devices: CPU devices in each of them.
-      timeout: Seconds that a run may take unless it says otherwise.
+      processes: Number of processes.
+      devices: Number of CPU devices of each process.
+      timeout: Limit of a run in seconds, unless the run has its own.
       env: Environment variables to add for every process.
-      log_dir: Where `rank<N>.log` files go; a temporary directory if not given.
-      python: The interpreter to use, such as one of another environment that has orbax_ext.
-      host: The address that the processes find each other at.
-      command_prefix: Given a rank, words to put before the command line (`ip netns exec h0`, `taskset -c 1`).
+      log_dir: Directory of the `rank<N>.log` files; a temporary one by default.
+      python: The interpreter, such as that of another environment that has orbax_ext.
+      host: The address at which the processes find each other.
+      command_prefix: Returns the words to put before the command of a rank (`ip netns exec h0`, `taskset -c 1`).
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Cluster:
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
-        """Starts the processes and waits until all have joined. Called for you by `with` and by `run`."""
+        """Starts the processes and waits until all have joined. `with` and `run` call it."""
         if self.running:
             return
         self.stop()
@@ -131,7 +129,7 @@ class Cluster:
             raise self._failed("the cluster did not start", outcomes)
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
-        """Starts `function(*args, **kwargs)` on every process and returns at once.
+        """Starts `function(*args, **kwargs)` on every process and returns without waiting for it.
 
         The function must be importable (not a lambda or a nested function); arguments and results are pickled.
         """
@@ -144,7 +142,7 @@ class Cluster:
     def outcomes(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Outcome]:
-        """Runs a function on every process; never raises for what happens in it."""
+        """Runs a function on every process and returns the outcomes by rank; a failed process raises nothing here."""
         return self.submit(function, *args, **kwargs).outcomes(timeout)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -159,24 +157,24 @@ class Cluster:
         self._workers[rank].process.send_signal(number)
 
     def log(self, rank: int) -> str:
-        """All that one process has printed since the cluster was made."""
+        """Returns everything that one process has printed since the cluster was made."""
         with contextlib.suppress(FileNotFoundError):
             return self._log_path(rank).read_text(errors="replace")
         return ""
 
     def stop(self) -> None:
-        """Ends the processes: a polite request, then SIGTERM, then SIGKILL. The next run starts new ones."""
+        """Ends the processes: with a request, then SIGTERM, then SIGKILL. The next run starts new ones."""
         workers, self._workers = self._workers, []
-        whole = bool(workers) and all(worker.idle for worker in workers)
+        all_idle = bool(workers) and all(worker.idle for worker in workers)
         for worker in workers:
             worker.ask_to_exit()
-        # Leaving is a collective step too: with a process gone or busy the others can only be ended from outside.
-        deadline = time.monotonic() + (_STOP_LIMIT if whole else 0.0)
+        # Processes leave `jax.distributed` together: if one is dead or busy, the others can't, and must be killed.
+        deadline = time.monotonic() + (_STOP_LIMIT if all_idle else 0.0)
         for worker in workers:
             worker.end(deadline)
 
     def close(self) -> None:
-        """Stops the cluster and removes its logs if it made the directory itself."""
+        """Stops the cluster, and removes the logs if they are in a temporary directory."""
         self.stop()
         if self._owns_logs:
             shutil.rmtree(self._log_dir, ignore_errors=True)
@@ -189,7 +187,7 @@ class Cluster:
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices),
             "PYTHONUNBUFFERED": "1",
-            # The worker module itself must be found before it can take over the parent's sys.path.
+            # The worker module must be importable before it can receive the parent's sys.path.
             "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
             **self._env,
         }
@@ -226,21 +224,22 @@ class Run:
         self._workers = tuple(workers)
 
     def outcomes(self, timeout: float | None = None, grace: float | None = None) -> list[Outcome]:
-        """Waits for every process. If one dies or runs out of time, the cluster is stopped after this.
+        """Waits for every process and returns the outcomes by rank.
 
-        With `grace`, the others get only that many seconds more once one has failed.
+        If a process dies or times out, the cluster is stopped. With `grace`, the other processes get that many more
+        seconds once one has failed.
         """
         deadline = time.monotonic() + (self._cluster.timeout if timeout is None else timeout)
-        found: dict[int, Outcome] = {}
+        by_rank: dict[int, Outcome] = {}
         waiting = {worker.channel: worker for worker in self._workers}
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            # Those that are not ready when the time is over have timed out.
+            # Nothing is ready once the time is up: then `wait` reports all remaining processes as timed out.
             for worker in [waiting.pop(channel) for channel in ready or list(waiting)]:  # type: ignore[call-overload]
-                outcome = found[worker.rank] = worker.wait(deadline)
+                outcome = by_rank[worker.rank] = worker.wait(deadline)
                 if grace is not None and not outcome.ok:
                     deadline = min(deadline, time.monotonic() + grace)
-        outcomes = [found[rank] for rank in sorted(found)]
+        outcomes = [by_rank[rank] for rank in sorted(by_rank)]
         if any(outcome.state in ("died", "timed out") for outcome in outcomes):
             self._cluster.stop()
         return outcomes
@@ -290,10 +289,10 @@ class _Worker:
         self.channel.close()
 
     def _dump_stacks(self) -> None:
-        # The worker's faulthandler writes every thread's stack to its log: where it hangs is what one wants to know.
+        # The worker's faulthandler writes the stacks of all threads to its log, which shows where the process hangs.
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.2)
+        time.sleep(_STACKS_DELAY)
 
 
 def _free_port() -> int:
@@ -304,7 +303,7 @@ def _free_port() -> int:
 
 
 def _paths_to_share(python: str) -> tuple[str, ...]:
-    """What a process should find beside its own packages: everything of ours, or without our packages if not ours."""
+    """Returns the entries of `sys.path` for a process; one with another interpreter does not get our packages."""
     if python == sys.executable:
         return tuple(sys.path)
     homes = tuple(os.path.realpath(home) + os.sep for home in (sys.prefix, sys.base_prefix))

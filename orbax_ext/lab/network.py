@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces with shaped links to storage and to each other. Needs root and iproute2.
+"""Hosts on one machine: network namespaces with limited links to storage and to each other.
 
 Every host has a storage link and a fabric link (or one for both) to private bridges, each limited in both directions.
-Nothing touches the network of the machine itself.
+The network of the machine itself does not change. Needs root, iproute2, nginx and unshare.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-PREFIX = f"oxe{os.getpid()}"  # of this process's namespaces
-_MTU = "9000"  # bytes of a packet, as in a data centre; with 1,500 a slow machine is busy with packets alone
+PREFIX = f"oxe{os.getpid()}"  # of the names of this process's namespaces
+_MTU = "9000"  # bytes of a packet, as in a data centre; with 1,500, packets alone keep a slow machine busy
 
 _FABRIC = "10.98.0"
 _STORAGE = "10.97.0"
-_STORE = 2  # last number of the storage server's addresses; hosts have _FIRST and up
-_FIRST = 10
+_STORE = 2  # last number of the storage server's addresses
+_FIRST = 10  # last number of the first host's addresses
 _PORT = 8080
-_START_LIMIT = 10.0
+_START_LIMIT = 10.0  # seconds for nginx to start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Links:
     storage: int
     fabric: int
     shared: bool = False  # storage is reached over the fabric link
-    storage_total: int = 0  # what the storage server can send in all
+    storage_total: int = 0  # of the storage server's own link
 
     @property
     def to_storage(self) -> int:
-        """Over whichever link storage is reached."""
+        """The rate of the link over which a host reaches storage."""
         return self.fabric if self.shared else self.storage
 
 
@@ -60,23 +60,26 @@ class Network:
 
     @property
     def url(self) -> str:
-        """Where the hosts find the files."""
+        """The URL at which the hosts find the files."""
         return f"http://{_FABRIC if self.links.shared else _STORAGE}.{_STORE}:{_PORT}"
 
     def command_prefix(self, rank: int) -> Sequence[str]:
-        """Words that start a command on a host, with the host's own name: gloo binds to what the name resolves to."""
+        """Returns the words that run a command on a host, under the host's own name: gloo binds to that name."""
         name = self.namespace_of(rank)
         script = 'hostname "$0"; exec "$@"'
         return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, f"h{rank}")
 
     def bytes_served(self) -> list[int]:
-        """Bytes that the storage server has sent to each host so far."""
+        """Returns the bytes that the storage server has sent to each host so far."""
         served = [0] * self.hosts
         log = self._state / "access.log"
         for line in log.read_text().splitlines() if log.exists() else ():
             address, sent = line.split()
             served[int(address.rsplit(".", 1)[1]) - _FIRST] += int(sent)
         return served
+
+    def namespace_of(self, rank: int) -> str:
+        return f"{PREFIX}-h{rank}"
 
     def __enter__(self) -> Self:
         try:
@@ -122,7 +125,7 @@ class Network:
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
         _ip("-n", name, "link", "set", device, "up")
         for namespace, end in ((name, device), (self._switch, f"p{device}")) if rate else ():
-            # Many connections at once come from storage: a short queue would lose packets, and seconds with them.
+            # Storage serves many connections at once: a short queue would lose packets, which costs seconds.
             queue = "1s" if bridge == "storage" or self.links.shared else "200ms"
             shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", queue]
             _run("tc", "-n", namespace, "qdisc", "add", "dev", end, *shape)
@@ -167,9 +170,6 @@ class Network:
             shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
         shutil.rmtree(self._state, ignore_errors=True)
 
-    def namespace_of(self, rank: int) -> str:
-        return f"{PREFIX}-h{rank}"
-
     @property
     def _store(self) -> str:
         return f"{PREFIX}-store"
@@ -180,12 +180,12 @@ class Network:
 
 
 def why_not() -> str:
-    """Why hosts with shaped links can't be had here, or an empty string."""
+    """Returns why this machine can't have hosts with limited links, or an empty string."""
     if os.geteuid() != 0:
         return "it needs root"
     missing = [command for command in ("ip", "tc", "nginx", "unshare") if shutil.which(command) is None]
     if missing:
-        return f"{', '.join(missing)} is not installed"
+        return f"not installed: {', '.join(missing)}"
     probe = f"{PREFIX}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
@@ -193,7 +193,7 @@ def why_not() -> str:
 
 
 def interface_bytes() -> Iterator[tuple[str, int, int]]:
-    """(name, bytes received, bytes sent) of each interface of this process's host."""
+    """Yields the name, bytes received and bytes sent of each interface of this process's host."""
     for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]:
         name, _, counts = line.partition(":")
         fields = counts.split()
@@ -201,7 +201,7 @@ def interface_bytes() -> Iterator[tuple[str, int, int]]:
 
 
 def idle_seconds() -> float:
-    """Seconds that the machine's cores have been idle, in all, since it was started."""
+    """Returns the seconds that all cores of the machine together have been idle since it started."""
     fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()
     return sum(map(int, fields[4:6])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,9 +1,10 @@
-"""What the parent and the processes of a local cluster say to each other. Both are ours, so pickle is safe here."""
+"""The messages between the parent and the processes of a local cluster. Pickle is safe: we start both ends."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import operator
 import runpy
 import sys
 import traceback
@@ -15,7 +16,7 @@ _MAIN_ALIAS = "__orbax_ext_lab_main__"  # so that `if __name__ == "__main__"` do
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The first message to a process: who it is and where the others are."""
+    """The first message to a process: its rank, and where the other processes are."""
 
     rank: int
     processes: int
@@ -36,7 +37,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An exception as text: the exception itself may hold things that can't leave the process."""
+    """An exception as text: the exception itself may hold objects that can't be pickled."""
 
     type: str  # the class's name, such as "ValueError"
     message: str
@@ -51,7 +52,7 @@ class Failure:
 
 
 def describe_function(function: Callable[..., Any]) -> tuple[str, str, str | None]:
-    """Returns (module, qualified name, path of the main script if it lives there)."""
+    """Returns the module, the qualified name, and the path of the main script if the function is defined there."""
     module, qualname = function.__module__, function.__qualname__
     if "<" in qualname:
         raise ValueError(f"{qualname} can't be sent to a cluster: it must be a module's own function, found by name.")
@@ -62,16 +63,14 @@ def describe_function(function: Callable[..., Any]) -> tuple[str, str, str | Non
 
 
 def find_function(job: Job) -> Callable[..., Any]:
-    """The other end of `describe_function`."""
+    """Returns the function that `describe_function` described."""
     if job.main_path is None:
-        found: Any = importlib.import_module(job.module)
+        home = importlib.import_module(job.module)
     else:
         if _MAIN_ALIAS not in sys.modules:
             module = type(sys)(_MAIN_ALIAS)
             module.__dict__.update(runpy.run_path(job.main_path, run_name=_MAIN_ALIAS))
             sys.modules[_MAIN_ALIAS] = module
-        found = sys.modules[_MAIN_ALIAS]
-    for name in job.qualname.split("."):
-        found = getattr(found, name)
-    function: Callable[..., Any] = found
+        home = sys.modules[_MAIN_ALIAS]
+    function: Callable[..., Any] = operator.attrgetter(job.qualname)(home)
     return function

@@ -1,6 +1,6 @@
-"""One process of a local cluster: joins the others, then calls the functions it is sent.
+"""One process of a local cluster: joins the others, then calls the functions that the parent sends.
 
-Started by `Cluster` as `python -m orbax_ext.lab.worker FD`, with FD a socket to the parent.
+`Cluster` starts it as `python -m orbax_ext.lab.worker FD`, where FD is a socket to the parent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from orbax_ext.lab.protocol import Failure, Job, Setup, find_function
 
-_JOIN_LIMIT = 170  # below the parent's own limit, so that the reason is in the log
+_JOIN_LIMIT = 170  # seconds; below the parent's limit, so that the reason gets into the log
 
 
 def main(fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # A parent that a shell has started in the background passes on that it is ignored.
+    # A parent that a shell started in the background ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _exit_with_parent()
     channel: connection.Connection[Any, Any] = connection.Connection(fd)
@@ -47,7 +47,7 @@ def _call(job: Job) -> Any:
 
 
 def _answer(channel: connection.Connection[Any, Any], work: Any) -> None:
-    """Sends (True, value) or (False, Failure); a value that can't be pickled is a failure too."""
+    """Sends (True, value) or (False, Failure). A value that can't be pickled is a failure."""
     try:
         channel.send((True, work()))
     except BaseException as error:
@@ -60,11 +60,11 @@ def _leave() -> None:
     with contextlib.suppress(Exception):
         jax.distributed.shutdown()
     sys.stdout.flush()
-    os._exit(0)  # skips destructors that may wait for peers that are gone
+    os._exit(0)  # skips destructors that may wait for processes that are gone
 
 
 def _exit_with_parent() -> None:
-    """A process stuck in a collective would outlive its parent for ever."""
+    """Ends this process when its parent ends: one that hangs in a collective would stay for ever."""
     parent = os.getppid()
 
     def watch() -> None:

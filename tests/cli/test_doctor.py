@@ -15,21 +15,21 @@ from tools import docs
 BY_ID = {defect.id: defect for defect in defects.DEFECTS}
 
 
-def test_defects_have_names_of_their_own() -> None:
+def test_defects_have_unique_names() -> None:
     assert len(BY_ID) == len(defects.DEFECTS)
 
 
 @pytest.mark.parametrize("defect", defects.DEFECTS, ids=lambda defect: defect.id)
-def test_a_defect_names_patches_and_probes_that_are_there(defect: defects.Defect) -> None:
+def test_a_defect_names_patches_and_probes_that_exist(defect: defects.Defect) -> None:
     assert defect.probe is None or defect.probe in probes.PROBES
     if defect.patch:
         has_patch = [s.release for s in patching.load_all() if f"{defect.patch}.patch" in [p.name for p in s.patches]]
         assert has_patch == [s.release for s in patching.load_all() if defect.in_release(s.release)]
 
 
-def test_every_patch_mends_a_known_defect() -> None:
-    mended = {f"{defect.patch}.patch" for defect in defects.DEFECTS}
-    assert {patch.name for series in patching.load_all() for patch in series.patches} <= mended
+def test_every_patch_fixes_a_known_defect() -> None:
+    fixes = {f"{defect.patch}.patch" for defect in defects.DEFECTS}
+    assert {patch.name for series in patching.load_all() for patch in series.patches} <= fixes
 
 
 def test_the_readme_has_the_table_of_defects() -> None:
@@ -37,13 +37,13 @@ def test_the_readme_has_the_table_of_defects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "there"), [("0.11.33", True), ("0.11.39", True), ("0.11.40", False), ("0.12.8", False)]
+    ("release", "present"), [("0.11.33", True), ("0.11.39", True), ("0.11.40", False), ("0.12.8", False)]
 )
-def test_a_fixed_defect_is_in_the_releases_before(release: str, there: bool) -> None:
-    assert BY_ID["set-mesh"].in_release(release) is there
+def test_a_fixed_defect_is_in_the_releases_before_the_fix(release: str, present: bool) -> None:
+    assert BY_ID["set-mesh"].in_release(release) is present
 
 
-def test_a_probe_counts_more_than_files_and_files_more_than_the_release() -> None:
+def test_a_probe_overrides_the_files_and_the_files_override_the_release() -> None:
     defect = BY_ID["set-mesh"]
     released, patched = (
         installation.Files("original", ("0.11.33",)),
@@ -62,30 +62,38 @@ def test_a_probe_counts_more_than_files_and_files_more_than_the_release() -> Non
     assert judged(unknown, {}) == (True, "release")
 
 
-def test_doctor_finds_what_the_installed_orbax_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_the_defects_of_the_installed_orbax(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--json"]) == exits.EXIT_BAD_VERDICT
-    found = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out)
     installed = version.orbax_version()
-    assert found["versions"]["orbax-checkpoint"] == installed
-    assert installed in found["orbax_files"]["releases"]
-    for defect in found["defects"]:
+    assert data["versions"]["orbax-checkpoint"] == installed
+    assert installed in data["orbax_files"]["releases"]
+    for defect in data["defects"]:
         assert defect["present"] == BY_ID[defect["id"]].in_release(installed), defect
         assert defect["how"] == ("probed" if BY_ID[defect["id"]].probe else "files"), defect
-    assert {check["name"]: check["state"] for check in found["checks"]} == {
+    assert {check["name"]: check["state"] for check in data["checks"]} == {
         "JAX runtime": "ok",
         "coordination service": "ok",
         "collectives": "ok",
         "S3": "ok",
     }
-    assert found["breaking"] == [d["id"] for d in found["defects"] if d["present"] and d["breaks_restore"]]
+    assert data["breaking"] == [d["id"] for d in data["defects"] if d["present"] and d["breaks_restore"]]
 
 
-def test_doctor_is_content_when_the_handler_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_shows_what_fixes_a_defect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--quick"]) == exits.EXIT_BAD_VERDICT
+    shown = capsys.readouterr().out
+    assert "  BREAKS  No meeting before the broadcast" in shown
+    assert "          fixed by: register, patch 02-pre-broadcast-barrier" in shown
+    assert "run this again with --registered" in shown
+
+
+def test_nothing_breaks_with_the_handler_registered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--quick", "--registered"]) == exits.EXIT_OK
     assert "Nothing found that would break a restore with orbax_ext registered" in capsys.readouterr().out
 
 
-def test_a_broken_runtime_breaks_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_does_not_start_breaks_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "no-such-platform")
     check = installation.runtime()
     assert check.state == "bad"

@@ -1,4 +1,4 @@
-"""`orbax-ext inspect`: what it says is what Orbax says, and nothing but metadata is read."""
+"""`orbax-ext inspect`: shows what Orbax itself reads, and reads nothing but metadata."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def save(path: pathlib.Path | str, form: str = "zarr2 in OCDBT", steps: tuple[in
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Two steps of a manager. Nothing may write to it."""
+    """A manager's directory with two steps; tests do not write to it."""
     path = tmp_path_factory.mktemp("inspect") / "run"
     save(path, steps=(1, 12))
     return path
@@ -86,7 +86,7 @@ def look(capsys: pytest.CaptureFixture[str], *args: Any, code: int = exits.EXIT_
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """What is said about something that can't be inspected: one line, and nothing else."""
+    """Returns the one line about a path that can't be inspected."""
     assert main.main(["inspect", *map(str, args)]) == exits.EXIT_CANNOT_RUN
     out, err = capsys.readouterr()
     assert out == ""
@@ -127,7 +127,7 @@ def test_every_format_is_described_as_orbax_describes_it(
 
 
 def stored_sizes(item: pathlib.Path, in_database: bool) -> dict[str, int]:
-    """By array, the bytes of its chunks, found by reading them all."""
+    """Returns, by array, the bytes of its chunks, counted by reading all of them."""
     context = array_context(in_database)
     store = ts.KvStore.open(array_store(item, None, in_database), context=context).result()
     sizes: dict[str, int] = {}
@@ -147,7 +147,7 @@ def test_no_array_data_is_read(saved: pathlib.Path) -> None:
     assert counters.bytes_read() - before < LARGE / 20
 
 
-def test_the_mesh_that_it_was_saved_on_is_told(saved: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mesh_of_the_save_is_shown(saved: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     (item,) = look(capsys, saved, "--step", 12)["items"]
     assert item["mesh"] == {"dp": 1, "tp": 1}
     assert item["processes_that_wrote"] == 1
@@ -165,7 +165,7 @@ def test_the_text_has_what_the_json_has(saved: pathlib.Path, capsys: pytest.Capt
     assert "zarr2 in OCDBT; saved on mesh (dp=1, tp=1); written by 1 process" in lines[1]
 
 
-def test_the_devices_of_each_process_are_told_where_they_were_saved(
+def test_the_devices_of_each_process_are_shown_if_they_were_saved(
     copy: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy / "12" / "process_metadata"  # as Orbax's emergency checkpoints have it
@@ -198,20 +198,20 @@ def test_an_unfinished_checkpoint_is_refused(copy: pathlib.Path, capsys: pytest.
     unfinished = copy / "12.orbax-checkpoint-tmp-1700000000"
     (copy / "12").rename(unfinished)
     for path in (unfinished, unfinished / "default"):
-        told = refused(capsys, path)
-        assert "not a complete checkpoint" in told
-        assert "Give a committed step" in told
+        message = refused(capsys, path)
+        assert "not a complete checkpoint" in message
+        assert "Give a committed step" in message
 
 
 def test_a_save_that_was_never_committed_is_refused(copy: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A release that commits by a file, or by a time in the step's metadata, left neither."""
+    """Releases commit with a file, or with a time in the step's metadata; here both are missing."""
     record = copy / "12" / "_CHECKPOINT_METADATA"
     record.write_text(json.dumps({**json.loads(record.read_text()), "commit_timestamp_nsecs": None}))
     (copy / "12" / "commit_success.txt").unlink(missing_ok=True)
     assert "not a complete checkpoint" in refused(capsys, copy / "12")
 
 
-def test_what_is_no_checkpoint_is_refused(copy: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_checkpoint_is_refused(copy: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, empty = copy.parent / "other", copy.parent / "empty"
     empty.mkdir()
     (other / "nested").mkdir(parents=True)
@@ -224,7 +224,7 @@ def test_what_is_no_checkpoint_is_refused(copy: pathlib.Path, capsys: pytest.Cap
     assert "has no step 5; it has 1, 12" in refused(capsys, copy, "--step", 5)
 
 
-def test_damaged_metadata_is_told_in_one_line(copy: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_metadata_is_reported_in_one_line(copy: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     item = copy / "12" / "default"
     (item / "manifest.ocdbt").write_bytes(b"not a manifest")
     assert "can't be listed" in refused(capsys, item)
@@ -243,7 +243,7 @@ def test_a_missing_array_is_a_bad_verdict(tmp_path: pathlib.Path, capsys: pytest
     }
 
 
-def test_items_without_arrays_are_listed_too(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_items_without_arrays_are_listed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         args = ocp.args.Composite(state=ocp.args.StandardSave({"a": np.ones(3)}), notes=ocp.args.JsonSave({"b": 1}))
         manager.save(4, args=args)
@@ -281,7 +281,7 @@ def test_a_database_with_many_nodes_is_listed_in_full(tmp_path: pathlib.Path) ->
     assert found["layers.3"].header == metadata.ArrayHeader((9,), "float32", 4, (1,), (1,))
 
 
-def test_a_checkpoint_on_s3_is_described_and_verified_as_one_on_disk(
+def test_a_checkpoint_on_s3_is_described_and_verified_like_one_on_disk(
     s3: str, saved: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(s3, steps=(12,))
@@ -291,16 +291,16 @@ def test_a_checkpoint_on_s3_is_described_and_verified_as_one_on_disk(
     assert main.main(["verify", s3]) == exits.EXIT_CANNOT_RUN
     assert main.main(["verify", s3, "--write"]) == exits.EXIT_OK
     assert main.main(["verify", s3]) == exits.EXIT_OK
-    assert "arrays have the digests that were stored" in capsys.readouterr().out
+    assert "arrays against the stored digests" in capsys.readouterr().out
     (epath.Path(s3) / "12" / "commit_success.txt").unlink()
     assert "not a complete checkpoint" in refused(capsys, f"{s3}/12")
     assert [step["committed"] for step in look(capsys, s3, code=exits.EXIT_BAD_VERDICT)["steps"]] == [False]
     assert "does not exist" in refused(capsys, f"{s3}/nope")
     assert "NoSuchBucket" in refused(capsys, "s3://no-such-bucket-here/run")
-    assert s3_lib.s3_enabled()  # it was before, and a command leaves it so
+    assert s3_lib.s3_enabled()  # as before the commands
 
 
-def test_arrays_on_s3_that_are_in_no_database_are_found_too(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_on_s3_outside_a_database_are_found(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
     save(s3, "zarr2")
     (item,) = look(capsys, f"{s3}/0")["items"]
     leaves: Mapping[str, Any] = {leaf["name"]: leaf for leaf in item["leaves"]}
@@ -308,14 +308,14 @@ def test_arrays_on_s3_that_are_in_no_database_are_found_too(s3: str, capsys: pyt
     assert leaves["params.large"]["stored_bytes"] > LARGE * 0.9
 
 
-def test_what_the_other_end_of_the_supported_releases_saved_is_described(
+def test_a_checkpoint_of_another_release_is_described(
     saved: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = os.environ.get("ORBAX_EXT_OTHER_PYTHON")
     if not python:
         pytest.skip("ORBAX_EXT_OTHER_PYTHON names no interpreter of an environment with another Orbax")
     root = pathlib.Path(__file__).parents[2]
-    code = f"from tests import test_inspect; test_inspect.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
+    code = f"from tests.cli import test_inspect; test_inspect.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
     env = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run([python, "-c", code], check=True, timeout=120, env=env, capture_output=True)
     theirs, ours = look(capsys, tmp_path / "run" / "12")["items"], look(capsys, saved / "12")["items"]

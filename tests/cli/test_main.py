@@ -1,4 +1,4 @@
-"""What every command does alike: help with an example, errors in one line, Ctrl-C, pipes."""
+"""What all commands have in common: help with an example, errors in one line, Ctrl-C, pipes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import orbax_ext
 from orbax_ext.cli import exits, main
 
 pytestmark = pytest.mark.once
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 120.0
 
-# Mistakes that users make, and what the one line about each must hold: what was found, or what to do.
+# Mistakes that users make, and what the one line about each must contain: what was found, or what to do.
 MISTAKES = {
     "check of nothing": (["check", "{tmp}/none", "--local", "1x1"], "does not exist"),
     "check with a bad mesh": (["check", "{ckpt}", "--mesh", "dp4"], "as in pp=1,dp=4,tp=8"),
@@ -52,8 +53,8 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def command(*args: str) -> list[str]:
-    """The command as it is installed, without an installation."""
-    return [sys.executable, "-c", "import sys, orbax_ext.cli.main as entry; sys.exit(entry.main())", *args]
+    """Returns a command line that needs no installation."""
+    return [sys.executable, "-m", "orbax_ext.cli", *args]
 
 
 def start(words: Sequence[str], **kwargs: object) -> subprocess.Popen[str]:
@@ -72,33 +73,57 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "\x1b" not in shown
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--help"])
     shown = capsys.readouterr().out
     assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in main.COMMANDS)
+    assert all(summary in " ".join(shown.split()) for summary in main.COMMANDS.values())
+
+
+def test_the_version_is_printed_whatever_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version", "plan"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"orbax-ext {orbax_ext.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "the following arguments are required: COMMAND"), (["plant"], "invalid choice: 'plant'")],
+)
+def test_a_missing_or_unknown_command_is_refused_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (exits.EXIT_CANNOT_RUN, "")
+    assert message in err
+    assert err.endswith("(see orbax-ext --help)\n")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_line_with_the_remedy(
+def test_a_mistake_is_reported_in_one_line_with_the_remedy(
     mistake: str, ckpt: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, told = MISTAKES[mistake]
+    words, message = MISTAKES[mistake]
     code = main.main([word.format(ckpt=ckpt, tmp=tmp_path, root=ROOT) for word in words])
     out, err = capsys.readouterr()
     assert (code, out) == (exits.EXIT_CANNOT_RUN, "")
     assert err.startswith(f"orbax-ext {words[0]}: ")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_directory_that_may_not_be_read_is_told_in_one_line(
+def test_a_directory_without_read_permission_is_reported_in_one_line(
     ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything, so no mode would do
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything, whatever the mode
     for name in ("inspect", "verify"):
         assert main.main([name, ckpt]) == exits.EXIT_CANNOT_RUN
         assert "Permission denied" in capsys.readouterr().err
@@ -117,7 +142,7 @@ def test_ctrl_c_ends_a_command_at_once_and_quietly(name: str, ckpt: str) -> None
     wait_until_gone(process.pid)
 
 
-def test_ctrl_c_while_jax_is_imported_is_quiet_too() -> None:
+def test_ctrl_c_is_quiet_while_jax_is_imported() -> None:
     code = """
 import os, signal, sys
 import orbax_ext.cli.main
@@ -135,7 +160,7 @@ sys.exit(orbax_ext.cli.main.main())
     assert process.returncode == exits.EXIT_INTERRUPTED
 
 
-def test_a_reader_that_goes_away_is_no_error(ckpt: str) -> None:
+def test_a_closed_pipe_is_no_error(ckpt: str) -> None:
     process = start(command("inspect", ckpt))
     assert process.stdout is not None
     assert process.stderr is not None
@@ -146,7 +171,7 @@ def test_a_reader_that_goes_away_is_no_error(ckpt: str) -> None:
 
 
 def wait_until_gone(group: int) -> None:
-    """Until nothing is left of a command: one that was just being started may need a moment to notice."""
+    """Waits until all processes of a command have ended: one that was just starting may need a moment."""
     deadline = time.monotonic() + LIMIT
     while True:
         try:
@@ -158,7 +183,7 @@ def wait_until_gone(group: int) -> None:
 
 
 def wait_for_children(process: subprocess.Popen[str]) -> None:
-    """Until a command has started processes of its own."""
+    """Waits until a command has started its own processes."""
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + LIMIT
     while not children.read_text():

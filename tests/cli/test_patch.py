@@ -33,7 +33,7 @@ def patch(tree: pathlib.Path, *how: str) -> int:
     return main.main(["patch", "--to", str(tree), *how])
 
 
-def test_patching_checking_and_taking_back(tree: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patches_are_applied_checked_and_removed(tree: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = contents(tree)
     assert patch(tree, "--check") == exits.EXIT_BAD_VERDICT
     assert contents(tree) == released
@@ -46,7 +46,7 @@ def test_patching_checking_and_taking_back(tree: pathlib.Path, capsys: pytest.Ca
     assert contents(tree) == released
 
 
-def test_doing_it_twice_changes_nothing_the_second_time(tree: pathlib.Path) -> None:
+def test_applying_twice_changes_nothing_the_second_time(tree: pathlib.Path) -> None:
     assert patch(tree, "--reverse") == exits.EXIT_OK
     assert patch(tree) == exits.EXIT_OK
     patched = snapshot(tree)
@@ -69,10 +69,10 @@ def test_one_edited_file_keeps_all_files_untouched(
     message = capsys.readouterr().err
     assert "Nothing was changed" in message
     assert "changed by someone, or another release" in message
-    assert f"as {state}" in message  # what the other file is
+    assert f"as {state}" in message  # the state of the other file
 
 
-def test_half_patched_is_neither(tree: pathlib.Path) -> None:
+def test_a_half_patched_tree_is_refused(tree: pathlib.Path) -> None:
     first = tree / sorted(installed())[0]
     original = first.read_bytes()
     assert patch(tree) == exits.EXIT_OK

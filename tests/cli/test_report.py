@@ -1,4 +1,4 @@
-"""`orbax-ext report`, as a user calls it."""
+"""`orbax-ext report`."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ def file(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_it_tells_where_the_time_went(file: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_shows_where_the_time_went(file: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["report", str(file)]) == exits.EXIT_OK
     out = capsys.readouterr().out
     assert out.startswith("restored: 6 processes")
-    assert "critical path: read on process 4 " in out
-    assert "waited for: process 4 by 5 (" in out
+    assert "critical path: read on process 4 (host-0) " in out
+    assert "waited for: process 4 (host-0) by 5 processes (" in out
 
 
-def test_it_writes_a_page_and_a_trace(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_page_and_a_trace_are_written(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     assert main.main(["report", str(file), "--html", str(page), "--trace", str(trace)]) == exits.EXIT_OK
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_json_has_the_critical_path_and_who_was_waited_for(
-    file: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_critical_path_and_the_waits(file: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["report", str(file), "--json"]) == exits.EXIT_OK
-    found = json.loads(capsys.readouterr().out)
-    assert [step["process"] for step in found["critical_path"] if step["phase"] == "read"] == [4] * 4
-    assert found["waited_for"][0]["process"] == 4
-    assert [member["process"] for member in found["members"]] == list(range(6))
+    analysis = json.loads(capsys.readouterr().out)
+    assert [step["process"] for step in analysis["critical_path"] if step["phase"] == "read"] == [4] * 4
+    assert analysis["waited_for"][0]["process"] == 4
+    assert [member["process"] for member in analysis["members"]] == list(range(6))
 
 
 def test_a_failed_restore_is_a_bad_verdict(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +52,7 @@ def test_a_failed_restore_is_a_bad_verdict(tmp_path: pathlib.Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("text", "why"), [(None, "No such file"), ("{}", "not a report of orbax_ext")])
-def test_what_is_no_report_is_an_error_in_one_line(
+def test_another_file_is_refused_in_one_line(
     text: str | None, why: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "other.json"
@@ -66,7 +64,7 @@ def test_what_is_no_report_is_an_error_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_place_that_cannot_be_written_is_an_error_in_one_line(
+def test_a_page_that_cannot_be_written_is_reported_in_one_line(
     file: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["report", str(file), "--html", "/nowhere/page.html"]) == exits.EXIT_CANNOT_RUN

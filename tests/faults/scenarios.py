@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 import orbax_ext
+from orbax_ext.lab import handlers
 from tests.support import injection, world
 from tests.support.injection import on
 from tests.support.world import MeshSpec, P, Spec
@@ -64,7 +65,7 @@ def restore(
     every = {**world.knobs_for(how, MESH, "dp"), "primary_replica_id": reader, **knobs}
     every |= {"stall_timeout": STALL} if how == "ours" else {}
     try:
-        with world.handler(how, every):
+        with handlers.registered(how, **every):
             manager = manager or ocp.CheckpointManager(path)  # not closed: that is a collective step too
             for _ in range(times):
                 started = time.monotonic()

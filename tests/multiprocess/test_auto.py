@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 
 import orbax_ext
+from bench import memory
 from orbax_ext import lab
-from orbax_ext.lab import memory
+from orbax_ext.lab import handlers
 from orbax_ext.transfer import choice
 from tests.support import injection, world
 from tests.support.world import MeshSpec, P, Spec
@@ -194,6 +195,6 @@ def restore_and_measure(path: str, knobs: dict[str, object]) -> int:
 
     abstract = world.abstract_state(STATE, MESH.make())
     args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
-    with world.handler("ours", knobs), ocp.CheckpointManager(path) as manager:
+    with handlers.registered("ours", **knobs), ocp.CheckpointManager(path) as manager:
         manager.restore(0, args=args)  # so that what is compiled and kept does not count
         return memory.peak_growth(lambda: manager.restore(0, args=args))

@@ -1,4 +1,4 @@
-"""The demo, as a user runs it."""
+"""`orbax-ext demo`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from orbax_ext.cli import exits, main
 
 
-def test_the_demo_shows_stock_orbax_beside_ours_and_succeeds_when_ours_is_exact() -> None:
+def test_the_demo_succeeds_when_our_restore_is_exact() -> None:
     command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--processes", "2", "--devices", "2", "--megabytes", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == exits.EXIT_OK, done.stderr
@@ -22,7 +22,7 @@ def test_the_demo_shows_stock_orbax_beside_ours_and_succeeds_when_ours_is_exact(
     assert rows["orbax_ext"]["megabytes_read"] < rows["plain Orbax"]["megabytes_read"]
 
 
-def test_bad_arguments_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["demo", "--processes", "1"]) == exits.EXIT_CANNOT_RUN
     assert capsys.readouterr().err == (
         "orbax-ext demo: a demo needs at least 2 processes, 1 device each and 1 megabyte\n"

@@ -1,4 +1,4 @@
-"""The local cluster itself."""
+"""The local cluster of `orbax_ext.lab`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_failure_shows_the_traceback_and_the_log_of_the_process(pair: lab.Clus
     assert pair.run(add, 1) == [2, 2]  # the cluster is still there
 
 
-def test_a_hang_ends_at_the_limit_and_shows_where(pair: lab.Cluster) -> None:
+def test_a_hang_ends_at_the_limit_and_shows_its_stack(pair: lab.Cluster) -> None:
     with pytest.raises(lab.RunFailedError, match="process 0 timed out") as caught:
         pair.run(hang, timeout=2)
     assert "in hang" in str(caught.value)
@@ -63,7 +63,7 @@ def test_no_process_is_left_behind() -> None:
             os.kill(pid, 0)
 
 
-def test_a_function_that_cannot_be_found_by_name_is_refused(pair: lab.Cluster) -> None:
+def test_a_function_without_an_importable_name_is_refused(pair: lab.Cluster) -> None:
     with pytest.raises(ValueError, match="must be a module's own function"):
         pair.run(lambda: 1)
 

@@ -12,6 +12,7 @@ import pytest
 
 from orbax_ext import lab
 from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.storage import s3 as s3_lib
 from tests.support import s3_server, world
 from tests.support.s3_proxy import Fault, FaultProxy
@@ -47,7 +48,7 @@ def test_four_new_processes_restore_what_four_others_saved(job: lab.Cluster, sav
 
 def test_check_rehearses_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
-    facts = job.run(rehearsal.rehearse, rehearsal.Request(saved))
+    facts = job.run(rehearsal.rehearse, CheckRequest(saved))
     assert [verdict.line(each).startswith("verdict: OK") for each in facts] == [True] * 4, facts[0].error
 
 

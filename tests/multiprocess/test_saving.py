@@ -9,6 +9,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
+from orbax_ext.lab import handlers
 from tests.support import world
 
 KINDS = [pytest.param("manager", marks=pytest.mark.core), "Checkpointer", "AsyncCheckpointer", "StandardCheckpointer"]
@@ -53,7 +54,7 @@ def _content(path: str) -> dict[str, bytes]:
 
 def save_with(path: str, kind: str, how: str) -> None:
     state = world.make_state(world.STATE, world.REPORTERS.make())
-    with world.handler(how, {"replica_axis": "dp"} if how == "ours" else {}):
+    with handlers.registered(how, **({"replica_axis": "dp"} if how == "ours" else {})):
         if kind == "manager":
             with ocp.CheckpointManager(path) as manager:
                 manager.save(0, args=ocp.args.PyTreeSave(state))
@@ -83,7 +84,7 @@ def restore_then_save(path: str, how: str) -> list[str]:
     abstract = world.abstract_state(world.STATE, mesh)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(f"{path}/0", args=ocp.args.PyTreeSave(world.make_state(world.STATE, mesh)))
-        with world.handler(how, world.knobs_for(how, world.REPORTERS, "dp")):
+        with handlers.registered(how, **world.knobs_for(how, world.REPORTERS, "dp")):
             args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
             state = checkpointer.restore(f"{path}/0", args=args)
             checkpointer.save(f"{path}/1", args=ocp.args.PyTreeSave(state))

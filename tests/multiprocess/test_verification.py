@@ -113,7 +113,7 @@ def test_the_command_tells_good_damaged_and_unknown_apart(
     capsys.readouterr()
     beside[0].write_text(beside[0].read_text().replace('"digest": "', '"digest": "0', 1))
     assert main.main(["verify", path]) == 1
-    assert f"1 of {len(STATE)} arrays are bad" in capsys.readouterr().out
+    assert f"damaged: 1 of {len(STATE)} arrays" in capsys.readouterr().out
 
 
 # Run on the processes.

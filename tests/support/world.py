@@ -163,19 +163,12 @@ def restore(
     """
     made = mesh.make()
     abstract = abstract_state(specs, made)
-    with in_context(context, made), handler(how, knobs or {}), ocp.CheckpointManager(path) as manager:
+    with in_context(context, made), handlers.registered(how, **(knobs or {})), ocp.CheckpointManager(path) as manager:
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = manager.restore(0, args=args)
         # Used as a trainer would, in the caller's own scope: a broken array shows here.
         jax.block_until_ready(restored)
     return differences(restored, specs, made)
-
-
-def handler(how: str, knobs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """Registers a handler for jax.Array for a while."""
-    if how == "ours":
-        return orbax_ext.registered(**{"strategy": "single", **knobs})
-    return handlers.installed(ocp.type_handlers.SingleReplicaArrayHandler(**knobs) if how == "stock" else None)
 
 
 def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

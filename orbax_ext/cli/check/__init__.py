@@ -1,4 +1,4 @@
-"""`orbax-ext check`: a restore for real, thrown away."""
+"""`orbax-ext check`: restores a checkpoint on this cluster and discards the result."""
 
 from orbax_ext.cli.check.command import configure
 

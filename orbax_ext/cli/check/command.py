@@ -1,4 +1,4 @@
-"""`orbax-ext check`: will this checkpoint restore on this cluster? Found out by restoring it."""
+"""`orbax-ext check`: finds out whether a checkpoint restores on this cluster, by restoring it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, get_args
+from typing import IO, get_args
 
-from orbax_ext.cli import exits, paths
-from orbax_ext.cli.check import verdict
+import jax
+
+from orbax_ext import lab
+from orbax_ext import text as text_lib
+from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.cli.check.target import CheckRequest
+from orbax_ext.cli.check.verdict import CheckResult
 from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import notation
+from orbax_ext.upstream.runtime import place_in_job
 
 _EPILOG = """examples:
   srun -N 4 orbax-ext check /ckpt/run7 --mesh pp=1,dp=4,tp=8
@@ -23,37 +30,37 @@ _EPILOG = """examples:
   orbax-ext check /ckpt/run7 --local 4x8          4 processes x 8 CPU devices on this machine
 
 Start it as you start your job: JAX finds the other processes by itself under Slurm, Open MPI and Kubernetes. Without
---mesh the mesh is the one that the checkpoint was saved on, if there are as many devices, else all devices on one axis
-with a copy of everything on each. Leaves keep the sharding that they were saved with where it fits that mesh; --spec
-changes it. Process 0 prints the verdict; the exit code is 0 if the restore worked and all copies are exact, else 1.
+--mesh, the mesh is the one that the checkpoint was saved on if this job has as many devices, else one axis over all
+devices with a copy of everything on each. Leaves keep the sharding that they were saved with where it fits that mesh;
+--spec changes it. Process 0 prints the verdict.
+
+Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong.
 """
-_LEAVE_LIMIT = 15.0
-_GRACE = 30.0  # above the restore's own limit, which names who is missing
+_LEAVE_LIMIT = 15.0  # seconds for the other processes to leave `jax.distributed` too
+_GRACE = 30.0  # seconds above the restore's own limit, whose error names the missing processes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Restores a checkpoint on all processes of this job into a state that is thrown away, and tells "
-        "whether it works, how fast storage and interconnect were, whether all copies are exact, and what to change."
+        "Restores a checkpoint on all processes of this job, discards the result, and reports whether the restore "
+        "works, how fast storage and interconnect were, whether all copies are exact, and what to change."
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("checkpoint", metavar="CKPT", help=paths.HELP)
-    parser.add_argument("--step", type=int, help="which step of a CheckpointManager's directory (the newest)")
+    parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
+    arguments.add_step(parser)
     parser.add_argument("--mesh", metavar="AXES", help="the mesh to restore on, such as pp=1,dp=4,tp=8")
-    paths.add_spec(parser)
+    arguments.add_spec(parser)
     parser.add_argument("--strategy", choices=get_args(Strategy), default="auto", help="as for register() (auto)")
     parser.add_argument("--local", metavar="PxD", help="start P processes with D CPU devices each on this machine")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds in all (600)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="limit in seconds for the whole restore (600)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from orbax_ext.cli.check import rehearsal
-
     try:
-        request = rehearsal.Request(
+        request = CheckRequest(
             _absolute(args.checkpoint),
             args.step,
             notation.parse_mesh(args.mesh) if args.mesh else None,
@@ -66,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout <= 0:
         raise exits.UserError(f"--timeout must be a positive number of seconds; found {args.timeout:g}")
     if args.local:
-        facts = _locally(request, *_processes_and_devices(args.local))
-        _print(facts, args.json)
-        return exits.EXIT_OK if facts.ok else exits.EXIT_BAD_VERDICT
-    return _in_this_job(request, args.json)
+        result = _check_locally(request, *_processes_and_devices(args.local))
+        _print(result, args.json)
+        return _exit_code(result)
+    return _check_in_job(request, args.json)
 
 
 def _absolute(path: str) -> str:
@@ -77,77 +84,68 @@ def _absolute(path: str) -> str:
 
 
 def _processes_and_devices(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not found or int(found[1]) < 1 or int(found[2]) < 1:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or int(match[1]) < 1 or int(match[2]) < 1:
         raise exits.UserError(f"--local is PROCESSESxDEVICES, such as 4x8; found {text!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def _locally(request: Any, processes: int, devices: int) -> verdict.Facts:
-    from orbax_ext import lab
-    from orbax_ext.cli.check import rehearsal
-
-    with paths.readable(request.path):  # what is wrong with the path is told before processes are started
-        rehearsal.items(request)
-    _say(f"starting {processes} processes x {devices} CPU devices ...")
+def _check_locally(request: CheckRequest, processes: int, devices: int) -> CheckResult:
+    _check_path(request)
+    where = f"{text_lib.count(processes, 'process')} x {text_lib.count(devices, 'CPU device')}"
+    print(f"starting {where} ...", file=sys.stderr, flush=True)
     try:
         with lab.Cluster(processes, devices) as cluster:
             outcomes = cluster.outcomes(rehearsal.rehearse, request, timeout=request.timeout + _GRACE)
     except lab.RunFailedError as error:
-        return verdict.Facts(request.path, {}, error=str(error).splitlines()[0])
-    return _from_outcomes(request.path, outcomes)
+        return CheckResult(request.path, {}, error=str(error).splitlines()[0])
+    return result_of(request.path, outcomes)
 
 
-def _from_outcomes(path: str, outcomes: Sequence[Any]) -> verdict.Facts:
-    """What process 0 found, unless a process did not come to an end by itself."""
-    lost = [str(outcome) for outcome in outcomes if not outcome.ok]
-    known = [outcome.value for outcome in outcomes if outcome.ok]
-    facts: verdict.Facts = known[0] if known else verdict.Facts(path, {})
-    if lost and not facts.error:
-        return verdict.Facts(path, facts.told, error="; ".join(line.splitlines()[0] for line in lost))
-    return facts
+def _check_path(request: CheckRequest) -> None:
+    """Raises `UserError` if the path is wrong, before any process is started or waited for."""
+    with paths.readable(request.path):
+        rehearsal.items(request)
 
 
-def _in_this_job(request: Any, as_json: bool) -> int:
-    """As one process of a job that was started by a launcher, or alone if there is none."""
-    from orbax_ext.cli.check import rehearsal
+def result_of(path: str, outcomes: Sequence[lab.Outcome]) -> CheckResult:
+    """Returns the result of the first process that returned one; processes that returned none make it an error."""
+    lost = [str(outcome).splitlines()[0] for outcome in outcomes if not outcome.ok]
+    results: list[CheckResult] = [outcome.value for outcome in outcomes if outcome.ok]
+    result = results[0] if results else CheckResult(path, {})
+    if lost and not result.error:
+        return CheckResult(path, result.processes, error="; ".join(lost))
+    return result
 
-    ours = _keep_for_the_verdict()
-    with _watchdog(request.path, as_json, ours, request.timeout, "not all processes of the job came"):
+
+def _check_in_job(request: CheckRequest, as_json: bool) -> int:
+    """Checks as one process of the job that a launcher started, or alone if there is no launcher."""
+    stdout = _keep_stdout()
+    with _watchdog(request.path, as_json, stdout, request.timeout, "not all processes of the job came"):
         alone = not _join(request.timeout)
     if alone:
-        with paths.readable(request.path):
-            rehearsal.items(request)
-    with _watchdog(request.path, as_json, ours, request.timeout + _GRACE, "it did not end"):
-        facts = rehearsal.rehearse(request)
-    if _rank() == 0:
-        _print(facts, as_json, ours)
-    code = exits.EXIT_OK if facts.ok else exits.EXIT_BAD_VERDICT
+        _check_path(request)
+    with _watchdog(request.path, as_json, stdout, request.timeout + _GRACE, "it did not end"):
+        result = rehearsal.rehearse(request)
+    if place_in_job()[0] == 0:
+        _print(result, as_json, stdout)
     if not alone:
-        _leave(code)
-    return code
+        _leave(_exit_code(result))
+    return _exit_code(result)
 
 
-def _rank() -> int:
-    from orbax_ext.upstream.runtime import place_in_job
-
-    return place_in_job()[0]
-
-
-def _keep_for_the_verdict() -> IO[str]:
-    """Standard output, for us alone: the collectives' library prints there too, on every process."""
+def _keep_stdout() -> IO[str]:
+    """Returns standard output for the verdict alone: the collectives' library prints there too, on every process."""
     sys.stdout.flush()
-    ours = os.fdopen(os.dup(1), "w")
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return ours
+    return stdout
 
 
 def _join(timeout: float) -> bool:
-    """Whether a launcher has started this process together with others; returns when they have met."""
-    import jax
-
+    """Joins the other processes if a launcher started them with this one; returns whether it did."""
     try:
-        # JAX kills the process when its own limit is over, without a verdict, so it must not be the first.
+        # JAX kills the process at its own limit, without a verdict, so that limit must be later than ours.
         jax.distributed.initialize(initialization_timeout=int(timeout + _GRACE))
     except ValueError as error:
         if "coordinator_address" in str(error):  # JAX found no launcher
@@ -159,14 +157,13 @@ def _join(timeout: float) -> bool:
 
 
 @contextlib.contextmanager
-def _watchdog(path: str, as_json: bool, ours: IO[str], limit: float, what: str) -> Iterator[None]:
-    """The last resort against what hangs and has no limit of its own: a verdict, and the end of this process."""
+def _watchdog(path: str, as_json: bool, stdout: IO[str], limit: float, what: str) -> Iterator[None]:
+    """Prints a verdict and ends this process if the block takes longer than `limit`: it may hang in native code."""
 
     def give_up() -> None:
-        if _rank() == 0:
+        if place_in_job()[0] == 0:
             remedy = "see the logs of the others, and whether they reach process 0's host"
-            facts = verdict.Facts(path, {}, error=f"{what} within {limit:g} s: {remedy}")
-            _print(facts, as_json, ours)
+            _print(CheckResult(path, {}, error=f"{what} within {limit:g} s: {remedy}"), as_json, stdout)
         os._exit(exits.EXIT_BAD_VERDICT)
 
     timer = threading.Timer(limit, give_up)
@@ -179,8 +176,7 @@ def _watchdog(path: str, as_json: bool, ours: IO[str], limit: float, what: str) 
 
 
 def _leave(code: int) -> None:
-    """Ends this process. Leaving `jax.distributed` waits for the others, who may be gone, so it has a limit."""
-    import jax
+    """Ends this process. Leaving `jax.distributed` waits for the others, which may be gone, so it has a limit."""
 
     def shut_down() -> None:
         with contextlib.suppress(Exception):
@@ -192,9 +188,9 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _print(facts: verdict.Facts, as_json: bool, file: IO[str] | None = None) -> None:
-    print(json.dumps(verdict.data(facts), indent=2) if as_json else verdict.text(facts), file=file, flush=True)
+def _exit_code(result: CheckResult) -> int:
+    return exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _print(result: CheckResult, as_json: bool, file: IO[str] | None = None) -> None:
+    print(json.dumps(verdict.data(result), indent=2) if as_json else verdict.text(result), file=file, flush=True)

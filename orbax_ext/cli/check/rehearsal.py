@@ -1,12 +1,11 @@
-"""A restore for real into a state that is thrown away: what `orbax-ext check` runs on every process."""
+"""A restore into a state that is discarded: what `orbax-ext check` runs on every process."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -19,13 +18,13 @@ from orbax.checkpoint import type_handlers
 from orbax_ext import errors
 from orbax_ext import mesh as mesh_lib
 from orbax_ext import text as text_lib
-from orbax_ext.cli.check import verdict
-from orbax_ext.cli.check.verdict import Facts, Told
+from orbax_ext.cli.check import target, verdict
+from orbax_ext.cli.check.target import CheckRequest, Specs
+from orbax_ext.cli.check.verdict import CheckResult, ProcessResult
 from orbax_ext.cli.doctor import installation
 from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import failure_to_json, failures_from_json
-from orbax_ext.plan.forecast import described, notation
 from orbax_ext.redact import redact
 from orbax_ext.registration import pytree_handler
 from orbax_ext.report.report import last_report, publish
@@ -35,87 +34,77 @@ from orbax_ext.transfer import memory
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What to rehearse."""
-
-    path: str
-    step: int | None = None
-    mesh: notation.Axes | None = None
-    rules: tuple[notation.Rule, ...] = ()
-    timeout: float = 600.0
-    strategy: str = "auto"
-
-
-def rehearse(request: Request) -> Facts:
-    """Restores on all processes of this job; the same facts on each of them. Does not raise for what goes wrong."""
-    facts = Facts(request.path, {})
+def rehearse(request: CheckRequest) -> CheckResult:
+    """Restores on all processes of this job and returns the same result on each. Errors are part of the result."""
+    result = CheckResult(request.path, {})
     limits = Limits(min(300.0, request.timeout), request.timeout)
     if s3.is_s3(request.path) and not s3.s3_enabled():
         s3.enable_s3()
     try:
         with open_session("check", limits, counters.bytes_read) as session:
             arrivals = session.arrive({"versions": installation.versions(), "devices": jax.local_device_count()})
-            told = {p: Told(str(a["host"]), int(a["devices"]), dict(a["versions"])) for p, a in arrivals.items()}
-            facts = dataclasses.replace(facts, told=dict(sorted(told.items())))
-            if verdict.versions_break(told):
-                return facts
+            processes = {
+                process: ProcessResult(str(arrival["host"]), int(arrival["devices"]), dict(arrival["versions"]))
+                for process, arrival in sorted(arrivals.items())
+            }
+            result = dataclasses.replace(result, processes=processes)
+            if verdict.versions_break(processes):
+                return result
             for item in _together(session, "look at the checkpoint", lambda: items(request)):
-                facts = _rehearse_item(session, request, item, facts)
+                result = _rehearse_item(session, request, item, result)
     except Exception as error:
-        words_for_it = str(error) if isinstance(error, errors.RestoreError) else f"{type(error).__name__}: {error}"
-        return dataclasses.replace(facts, error=redact(words_for_it))
-    return facts
+        message = str(error) if isinstance(error, errors.RestoreError) else f"{type(error).__name__}: {error}"
+        return dataclasses.replace(result, error=redact(message))
+    return result
 
 
-def items(request: Request) -> list[checkpoint.CheckpointItem]:
-    """The parts of the checkpoint that hold arrays."""
-    found = [item for item in checkpoint.items_of(request.path, request.step) if item.has_arrays]
-    if not found:
+def items(request: CheckRequest) -> list[checkpoint.CheckpointItem]:
+    """Returns the items of the checkpoint that hold arrays; raises `NotACheckpointError` if there are none."""
+    with_arrays = [item for item in checkpoint.items_of(request.path, request.step) if item.has_arrays]
+    if not with_arrays:
         raise checkpoint.NotACheckpointError(f"{request.path} holds no arrays")
-    return found
+    return with_arrays
 
 
-def _rehearse_item(session: Session, request: Request, item: checkpoint.CheckpointItem, facts: Facts) -> Facts:
+def _rehearse_item(
+    session: Session, request: CheckRequest, item: checkpoint.CheckpointItem, result: CheckResult
+) -> CheckResult:
+    """Restores one item; returns the result with what this adds to it."""
     mesh, mesh_from = _together(session, "make the mesh", lambda: _mesh(request, item))
-    chosen = _together(session, "choose specs", lambda: _specs(request, item, dict(mesh.shape)))
-    hosts = {process: told.host for process, told in facts.told.items()}
-    facts = dataclasses.replace(
-        facts,
+    specs, unfit = _together(session, "choose specs", lambda: target.choose_specs(request, item, mesh.shape))
+    hosts = {process: part.host for process, part in result.processes.items()}
+    unfit_note = "restored as copies, because the sharding they were saved with does not fit this mesh"
+    result = dataclasses.replace(
+        result,
         path=item.path,
-        mesh=str(mesh_lib.describe(mesh)),
+        mesh=text_lib.mesh(mesh.shape),
         mesh_from=mesh_from,
-        axes=verdict.axes_against_processes(mesh_lib.describe(mesh), hosts, _cut(item, chosen.specs)),
-        stored_bytes=facts.stored_bytes + item.stored_bytes,
-        logical_bytes=facts.logical_bytes + item.logical_bytes,
-        leaves=facts.leaves + len(chosen.specs),
-        notes=(*facts.notes, *chosen.notes),
+        axes=verdict.axes_of(mesh_lib.describe(mesh), hosts, target.sharded_shares(item, specs)),
+        stored_bytes=result.stored_bytes + item.stored_bytes,
+        logical_bytes=result.logical_bytes + item.logical_bytes,
+        leaves=result.leaves + len(specs),
+        notes=(*result.notes, *([f"{unfit_note}: {text_lib.listing(unfit)}"] if unfit else [])),
     )
-    _together(session, "measure memory", lambda: _check_room(item, chosen.specs, mesh))
-    mine = _restore(session, request, item, chosen.specs, mesh)
-    all_told = session.meet("compare", mine)
-    last = last_report()
+    _together(session, "measure memory", lambda: _check_memory(item, specs, mesh))
+    measured = _restore(session, request, item, specs, mesh)
+    of_all = session.meet("compare", measured)
     return dataclasses.replace(
-        facts,
-        told={process: _add(told, all_told[process]) for process, told in facts.told.items()},
-        travelled=facts.travelled + int(mine["travelled"]),
-        report="\n".join(filter(None, [facts.report, str(last or "")])),
+        result,
+        processes={process: part.plus(of_all[process]) for process, part in result.processes.items()},
+        travelled=result.travelled + int(measured["travelled"]),
+        report="\n".join(filter(None, [result.report, str(last_report() or "")])),
     )
 
 
 def _together(session: Session, phase: str, work: Callable[[], T]) -> T:
-    """Does something on all processes; if one fails, all raise the same error."""
+    """Runs `work` on all processes; if it fails on one, all raise the same error."""
     return asyncio.run(session.together(phase, in_thread(work)))
 
 
 def _restore(
-    session: Session,
-    request: Request,
-    item: checkpoint.CheckpointItem,
-    specs: Mapping[str, notation.Spec],
-    mesh: Mesh,
+    session: Session, request: CheckRequest, item: checkpoint.CheckpointItem, specs: Specs, mesh: Mesh
 ) -> dict[str, Any]:
-    """One restore; what this process has to say of it. A failure of one process that is not yet all's becomes it."""
+    """Restores one item and returns what this process measured. An error of one process is raised on all."""
     limits = {"stall_timeout": min(300.0, request.timeout), "timeout": request.timeout}
     handler = pytree_handler(strategy=request.strategy, verify=True, **limits)
     failure: dict[str, str] = {}
@@ -127,7 +116,7 @@ def _restore(
         restored = checkpointer.restore(item.path, args=ocp.args.PyTreeRestore(restore_args=args))
         jax.block_until_ready([leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)])
     except errors.RestoreError:
-        raise  # on all processes alike
+        raise  # already raised on all processes
     except Exception as error:
         failure = failure_to_json(error)
     failed = failures_from_json(session.meet("restore", failure), session.hosts, "restore")
@@ -143,84 +132,15 @@ def _restore(
     }
 
 
-def _add(told: Told, more: Mapping[str, Any]) -> Told:
-    return dataclasses.replace(
-        told,
-        bytes_read=told.bytes_read + int(more["bytes_read"]),
-        bytes_received=told.bytes_received + int(more["bytes_received"]),
-        seconds=told.seconds + float(more["seconds"]),
-        phases={
-            phase: told.phases.get(phase, 0.0) + more["phases"].get(phase, 0.0)
-            for phase in {**told.phases, **more["phases"]}
-        },
-    )
+def _mesh(request: CheckRequest, item: checkpoint.CheckpointItem) -> tuple[Mesh, str]:
+    axes, mesh_from = target.choose_mesh(request, item, jax.device_count(), jax.process_count())
+    devices = np.array(jax.devices()).reshape([size for _, size in axes])
+    return Mesh(devices, tuple(name for name, _ in axes)), mesh_from
 
 
-def _mesh(request: Request, item: checkpoint.CheckpointItem) -> tuple[Mesh, str]:
-    count = jax.device_count()
-    if request.mesh is not None:
-        wanted = math.prod(size for _, size in request.mesh)
-        if wanted != count:
-            raise ValueError(
-                f"--mesh {text_lib.mesh(dict(request.mesh))} has {wanted} devices, but this job has {count}: "
-                f"{text_lib.count(jax.process_count(), 'process')} x {jax.local_device_count()}"
-            )
-        return _mesh_of(request.mesh), "--mesh"
-    if item.mesh and math.prod(size for _, size in item.mesh) == count:
-        return _mesh_of(item.mesh), "the checkpoint, which was saved on it"
-    return _mesh_of(
-        (("replica", count),)
-    ), "the number of devices: everything is a copy (--mesh and --spec change that)"
-
-
-def _mesh_of(axes: notation.Axes) -> Mesh:
-    sizes = [size for _, size in axes]
-    return Mesh(np.array(jax.devices()).reshape(sizes), tuple(name for name, _ in axes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    specs: dict[str, notation.Spec]  # of the leaves that are restored as arrays on devices
-    notes: tuple[str, ...]
-
-
-def _specs(request: Request, item: checkpoint.CheckpointItem, mesh: Mapping[str, int]) -> _Chosen:
-    specs: dict[str, notation.Spec] = {}
-    unfit: list[str] = []
-    for leaf in item.leaves:
-        if leaf.array is None or leaf.kind not in ("jax.Array", "array"):
-            continue
-        saved = leaf.sharding.spec if leaf.sharding else ()
-        spec, reason = described.choose_spec(leaf.name, leaf.array.header.shape, saved, request.rules, mesh)
-        if reason:
-            unfit.append(leaf.name)
-        specs[leaf.name] = () if leaf.key_type else spec
-    notes: tuple[str, ...] = ()
-    if unfit:
-        shown = ", ".join(unfit[:3]) + (f" and {len(unfit) - 3} more" if len(unfit) > 3 else "")
-        notes = (f"restored as copies, because the sharding they were saved with does not fit this mesh: {shown}",)
-    return _Chosen(specs, notes)
-
-
-def _cut(item: checkpoint.CheckpointItem, specs: Mapping[str, notation.Spec]) -> dict[str, float]:
-    """By mesh axis, the share of the bytes that is sharded over it."""
-    sizes = {leaf.name: leaf.array.header.logical_bytes for leaf in item.leaves if leaf.array and leaf.name in specs}
-    total = sum(sizes.values()) or 1
-    found: dict[str, float] = {}
-    for name, spec in specs.items():
-        for axis in {axis for axes in spec for axis in axes}:
-            found[axis] = found.get(axis, 0.0) + sizes[name] / total
-    return found
-
-
-def _check_room(item: checkpoint.CheckpointItem, specs: Mapping[str, notation.Spec], mesh: Mesh) -> None:
-    """A restore that can't fit would be killed by the system, which is no verdict."""
-    sizes = dict(mesh.shape)
-    needed = 0
-    for leaf in item.leaves:
-        if leaf.array is not None and leaf.name in specs:
-            header = leaf.array.header
-            needed += math.prod(notation.block_shape(specs[leaf.name], header.shape, sizes)) * header.itemsize
+def _check_memory(item: checkpoint.CheckpointItem, specs: Specs, mesh: Mesh) -> None:
+    """Raises `MemoryError` if the state can't fit: the system would kill the restore, without a verdict."""
+    needed = target.bytes_per_device(item, specs, mesh.shape)
     free = min(memory.free_bytes(device) for device in jax.local_devices())
     if needed > free:
         raise MemoryError(
@@ -230,10 +150,7 @@ def _check_room(item: checkpoint.CheckpointItem, specs: Mapping[str, notation.Sp
 
 
 def _restore_args(
-    handler: ocp.PyTreeCheckpointHandler,
-    item: checkpoint.CheckpointItem,
-    specs: Mapping[str, notation.Spec],
-    mesh: Mesh,
+    handler: ocp.PyTreeCheckpointHandler, item: checkpoint.CheckpointItem, specs: Specs, mesh: Mesh
 ) -> Any:
     keys = {leaf.name for leaf in item.leaves if leaf.key_type}
 

@@ -1,25 +1,26 @@
-"""What a rehearsed restore came to: facts of all processes in, one verdict out. Pure."""
+"""The verdict of `orbax-ext check`, from what all processes measured. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
 from orbax_ext.plan import MeshInfo
 
-_SLOW = 2.0  # times slower than the middle one: worth a look
+_SLOW = 2.0  # times slower than the median process: its storage is worth a look
 _MUST_AGREE = ("orbax-ext", "orbax-checkpoint", "jax", "jaxlib")  # a restore refuses, or may not work, otherwise
-_TOO_MUCH = 1.2  # times the stored bytes: chunks that do not fit
-_LARGE = 1_000_000  # bytes above which metadata, which is read too, does not count
+_TOO_MUCH = 1.2  # times the stored bytes: the stored chunks do not fit the mesh
+_LARGE = 1_000_000  # bytes above which the metadata, which is read too, does not matter
+_MOST_NAMED = 4  # processes that a line names
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A mesh axis against the processes and hosts that its devices are on."""
+    """A mesh axis, and whether the devices along it are on several processes and hosts."""
 
     name: str
     size: int
@@ -35,8 +36,8 @@ class Axis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What one process has to say after its restore."""
+class ProcessResult:
+    """One process and what it measured."""
 
     host: str
     devices: int
@@ -44,15 +45,38 @@ class Told:
     bytes_read: int = 0
     bytes_received: int = 0  # from other processes
     seconds: float = 0.0
-    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # "read", "exchange"...
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds of "read", "exchange"...
+
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes per second from storage; None if the process read nothing."""
+        seconds = self.phases.get("read", self.seconds)
+        return self.bytes_read / seconds if self.bytes_read and seconds > 0 else None
+
+    @property
+    def exchange_rate(self) -> float | None:
+        """Bytes per second from other processes: a lower bound, because waiting counts too. None if there were none."""
+        seconds = self.phases.get("exchange", 0.0)
+        return self.bytes_received / seconds if self.bytes_received and seconds > 0 else None
+
+    def plus(self, measured: Mapping[str, Any]) -> ProcessResult:
+        """Returns the result with the measurements of one more restored item added."""
+        more = measured["phases"]
+        return dataclasses.replace(
+            self,
+            bytes_read=self.bytes_read + int(measured["bytes_read"]),
+            bytes_received=self.bytes_received + int(measured["bytes_received"]),
+            seconds=self.seconds + float(measured["seconds"]),
+            phases={phase: self.phases.get(phase, 0.0) + more.get(phase, 0.0) for phase in {**self.phases, **more}},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """All that a verdict rests on."""
+class CheckResult:
+    """Everything that a verdict is based on."""
 
     path: str
-    told: Mapping[int, Told]
+    processes: Mapping[int, ProcessResult]
     mesh: str = ""
     mesh_from: str = ""  # where the mesh comes from: "--mesh", "the checkpoint"...
     axes: tuple[Axis, ...] = ()
@@ -62,67 +86,73 @@ class Facts:
     travelled: int = 0  # leaves that were exchanged, not read by every process
     notes: tuple[str, ...] = ()
     report: str = ""
-    error: str = ""  # what ended it; empty if it was restored
+    error: str = ""  # why the restore failed; empty if it worked
 
     @property
     def ok(self) -> bool:
-        return not self.error and not versions_break(self.told)
+        return not self.error and not versions_break(self.processes)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(process.bytes_read for process in self.processes.values())
+
+    def named(self, processes: Sequence[int]) -> str:
+        hosts = {number: process.host for number, process in self.processes.items()}
+        return text_lib.processes(processes, hosts, _MOST_NAMED)
 
 
-def axes_against_processes(mesh: MeshInfo, hosts: Mapping[int, str], cut: Mapping[str, float]) -> tuple[Axis, ...]:
-    """Where the devices along each axis are."""
+def axes_of(mesh: MeshInfo, hosts: Mapping[int, str], shares: Mapping[str, float]) -> tuple[Axis, ...]:
+    """Returns the axes of a mesh; `shares` are the shares of the bytes that are sharded over each."""
     numbers = {host: number for number, host in enumerate(sorted(set(hosts.values())))}
     by_host = dataclasses.replace(mesh, processes=tuple(numbers[hosts[process]] for process in mesh.processes))
     return tuple(
-        Axis(name, size, cut.get(name, 0.0), mesh.crosses_processes((name,)), by_host.crosses_processes((name,)))
+        Axis(name, size, shares.get(name, 0.0), mesh.crosses_processes((name,)), by_host.crosses_processes((name,)))
         for name, size in mesh.sizes.items()
     )
 
 
-def differing_versions(told: Mapping[int, Told]) -> dict[str, dict[str, list[int]]]:
-    """By package, the processes that have each version, where not all have the same."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for process, each in told.items():
-        for package, version in each.versions.items():
-            found.setdefault(package, {}).setdefault(version, []).append(process)
-    return {package: versions for package, versions in found.items() if len(versions) > 1}
+def differing_versions(processes: Mapping[int, ProcessResult]) -> dict[str, dict[str, list[int]]]:
+    """Returns, by package and version, the processes that have it, for packages that differ between processes."""
+    installed: dict[str, dict[str, list[int]]] = {}
+    for number, process in processes.items():
+        for package, version in process.versions.items():
+            installed.setdefault(package, {}).setdefault(version, []).append(number)
+    return {package: versions for package, versions in installed.items() if len(versions) > 1}
 
 
-def versions_break(told: Mapping[int, Told]) -> bool:
-    """Whether processes have different versions of what must be the same."""
-    return any(package in _MUST_AGREE for package in differing_versions(told))
+def versions_break(processes: Mapping[int, ProcessResult]) -> bool:
+    """Returns whether a package that must be the same on all processes is not."""
+    return any(package in _MUST_AGREE for package in differing_versions(processes))
 
 
-def changes(facts: Facts) -> list[str]:
-    """What to change, most important first."""
+def changes(result: CheckResult) -> list[str]:
+    """Returns what the user should change, most important first."""
     advice = []
-    for package, versions in differing_versions(facts.told).items():
-        most = max(versions, key=lambda version: len(versions[version]))
-        others = [f"{version} on {_processes(p, facts)}" for version, p in versions.items() if version != most]
-        advice.append(f"install {package} {most} everywhere: it is {', '.join(others)}")
-    devices = Counter(each.devices for each in facts.told.values())
+    for package, versions in differing_versions(result.processes).items():
+        usual = max(versions, key=lambda version: len(versions[version]))
+        others = [f"{version} on {result.named(who)}" for version, who in versions.items() if version != usual]
+        advice.append(f"install {package} {usual} everywhere: it is {', '.join(others)}")
+    devices = Counter(process.devices for process in result.processes.values())
     if len(devices) > 1:
-        usual = devices.most_common(1)[0][0]
-        odd = [process for process, each in facts.told.items() if each.devices != usual]
-        advice.append(f"{_processes(odd, facts)} should have {usual} devices as the others do")
-    if len(facts.told) == 1:
+        most_common = devices.most_common(1)[0][0]
+        odd = [number for number, process in result.processes.items() if process.devices != most_common]
+        advice.append(f"{result.named(odd)} should have {text_lib.count(most_common, 'device')} as the others do")
+    if len(result.processes) == 1:
         advice.append(
             "this was one process: run it under srun, mpirun or Kubernetes as your job is, or with --local 4x8"
         )
-    if facts.error:
-        if "NotACheckpointError" in facts.error:
-            advice.append(f"make {facts.path} readable from every host, under the same path")
+    if result.error:
+        if "NotACheckpointError" in result.error:
+            advice.append(f"make {result.path} readable from every host, under the same path")
         return advice
-    if len(facts.told) > 1 and facts.axes and not facts.travelled:
-        advice += _why_nothing_travels(facts.axes)
-    read = sum(each.bytes_read for each in facts.told.values())
-    if facts.stored_bytes > _LARGE and read > _TOO_MUCH * facts.stored_bytes:
+    if len(result.processes) > 1 and result.axes and not result.travelled:
+        advice += _why_nothing_travels(result.axes)
+    if result.stored_bytes > _LARGE and result.bytes_read > _TOO_MUCH * result.stored_bytes:
         advice.append(
-            f"{read / facts.stored_bytes:.1f} times the stored bytes were read: see which leaves are to blame with "
-            "`orbax-ext plan`"
+            f"{result.bytes_read / result.stored_bytes:.1f} times the stored bytes were read: `orbax-ext plan` shows "
+            "which leaves are to blame"
         )
-    advice += _slow(facts)
-    return advice
+    return [*advice, *_slow_storage(result)]
 
 
 def _why_nothing_travels(axes: Sequence[Axis]) -> list[str]:
@@ -135,118 +165,104 @@ def _why_nothing_travels(axes: Sequence[Axis]) -> list[str]:
     return []
 
 
-def _slow(facts: Facts) -> list[str]:
-    rates = {process: rate for process, each in facts.told.items() if (rate := read_rate(each)) is not None}
-    if len(rates) < 3:
+def _slow_storage(result: CheckResult) -> list[str]:
+    rates = {number: process.read_rate for number, process in result.processes.items()}
+    known = {number: rate for number, rate in rates.items() if rate is not None}
+    if len(known) < 3:
         return []
-    middle = statistics.median(rates.values())
-    slow = [process for process, rate in rates.items() if rate * _SLOW < middle]
-    if not slow or max(facts.told[process].phases.get("read", 0.0) for process in slow) < 1.0:
+    median = statistics.median(known.values())
+    slow = [number for number, rate in known.items() if rate * _SLOW < median]
+    if not slow or max(result.processes[number].phases.get("read", 0.0) for number in slow) < 1.0:
         return []
-    rate = min(rates[process] for process in slow)
+    slowest = min(known[number] for number in slow)
     return [
-        f"look at the storage of {_processes(slow, facts)}: "
-        f"{text_lib.size(rate)}/s there, {text_lib.size(middle)}/s usually"
+        f"look at the storage of {result.named(slow)}: "
+        f"{text_lib.size(slowest)}/s there, {text_lib.size(median)}/s usually"
     ]
 
 
-def read_rate(told: Told) -> float | None:
-    """Bytes per second from storage, of a process that read something."""
-    took = told.phases.get("read", told.seconds)
-    return told.bytes_read / took if told.bytes_read and took > 0 else None
-
-
-def exchange_rate(told: Told) -> float | None:
-    """Bytes per second that came over the interconnect; what was waited for counts too, so it is a lower bound."""
-    took = told.phases.get("exchange", 0.0)
-    return told.bytes_received / took if took > 0 and told.bytes_received else None
-
-
-def _processes(processes: Sequence[int], facts: Facts, most: int = 4) -> str:
-    named = [f"{process} ({facts.told[process].host})" for process in processes[:most]]
-    more = f" and {len(processes) - most} more" if len(processes) > most else ""
-    return f"process {', '.join(named)}{more}"
-
-
-def line(facts: Facts) -> str:
-    """The verdict itself."""
-    where = f"{text_lib.count(len(facts.told), 'process')} x {max((t.devices for t in facts.told.values()), default=0)}"
-    if facts.error:
-        on = f" on {where} devices" if facts.told else ""
-        return f"verdict: FAILED{on}: {' '.join(facts.error.split())}"
-    if not facts.ok:
-        return f"verdict: FAILED on {where} devices: not all processes have the same versions"
-    took = max(each.seconds for each in facts.told.values())
+def line(result: CheckResult) -> str:
+    """Returns the verdict itself, in one line."""
+    devices = max((process.devices for process in result.processes.values()), default=0)
+    where = f"{text_lib.count(len(result.processes), 'process')} x {text_lib.count(devices, 'device')}"
+    if result.error:
+        on = f" on {where}" if result.processes else ""
+        return f"verdict: FAILED{on}: {' '.join(result.error.split())}"
+    if not result.ok:
+        return f"verdict: FAILED on {where}: not all processes have the same versions"
+    seconds = max(process.seconds for process in result.processes.values())
     return (
-        f"verdict: OK, {text_lib.count(facts.leaves, 'leaf')} ({text_lib.size(facts.logical_bytes)}) restored "
-        f"on {where} devices in {text_lib.seconds(took)}, all copies exact"
+        f"verdict: OK, {text_lib.count(result.leaves, 'leaf')} ({text_lib.size(result.logical_bytes)}) restored "
+        f"on {where} in {text_lib.seconds(seconds)}, all copies exact"
     )
 
 
-def text(facts: Facts) -> str:
-    """Everything, as printed by process 0."""
-    lines = [f"check of {facts.path}"]
-    lines += [f"  {name:10} {value}" for name, value in _rows(facts)]
-    if facts.report:
-        lines += ["  report", *(f"    {row}" for row in facts.report.splitlines())]
-    lines += [f"  note       {note}" for note in facts.notes]
-    lines += [f"  to change  {change}" for change in changes(facts)]
-    return "\n".join([*lines, line(facts)])
+def text(result: CheckResult) -> str:
+    """Returns everything as text; the verdict is the last line."""
+    lines = [f"check of {result.path}"]
+    lines += [f"  {name:10} {value}" for name, value in _rows(result)]
+    if result.report:
+        lines += ["  report", *(f"    {row}" for row in result.report.splitlines())]
+    lines += [f"  note       {note}" for note in result.notes]
+    lines += [f"  to change  {change}" for change in changes(result)]
+    return "\n".join([*lines, line(result)])
 
 
-def _rows(facts: Facts) -> list[tuple[str, str]]:
-    told = facts.told
+def data(result: CheckResult) -> dict[str, Any]:
+    """Returns everything as plain data, for --json."""
+    fields = dataclasses.asdict(result)
+    for number, process in result.processes.items():
+        fields["processes"][number] |= {"read_rate": process.read_rate, "exchange_rate": process.exchange_rate}
+    return {"ok": result.ok, "verdict": line(result), **fields, "to_change": changes(result)}
+
+
+def _rows(result: CheckResult) -> list[tuple[str, str]]:
+    processes = list(result.processes.values())
     rows = []
-    if told:
-        hosts = len({each.host for each in told.values()})
-        rows.append(("processes", f"{len(told)} on {text_lib.count(hosts, 'host')}, {_devices(told)} devices each"))
-        differ = differing_versions(told)
-        same = {p: v for p, v in next(iter(told.values())).versions.items() if p not in differ}
-        rows.append(("versions", f"{', '.join(f'{p} {v}' for p, v in same.items())}: the same on all"))
-        rows += [("versions", f"{p} DIFFERS: {_versions(versions)}") for p, versions in differ.items()]
-    if facts.mesh:
-        rows.append(("mesh", f"{facts.mesh}, from {facts.mesh_from}"))
-        rows += [("", str(axis)) for axis in facts.axes if axis.size > 1]
-    if facts.error or not any(each.seconds for each in told.values()):
+    if processes:
+        rows = [("processes", _where(processes)), *(("versions", row) for row in _version_rows(result.processes))]
+    if result.mesh:
+        rows.append(("mesh", f"{result.mesh}, from {result.mesh_from}"))
+        rows += [("", str(axis)) for axis in result.axes if axis.size > 1]
+    if result.error or not any(process.seconds for process in processes):
         return rows
-    rows.append(("storage", _storage(facts)))
-    rates = [rate for each in told.values() if (rate := exchange_rate(each)) is not None]
-    if rates:
-        rows.append(
-            (
-                "exchange",
-                f"{text_lib.count(facts.travelled, 'leaf')}, at least {text_lib.size(min(rates))}/s into each process",
-            )
-        )
-    else:
-        rows.append(("exchange", "none: every process read what it needs"))
+    return [*rows, ("storage", _storage(result)), ("exchange", _exchange(result))]
+
+
+def _where(processes: Sequence[ProcessResult]) -> str:
+    hosts = len({process.host for process in processes})
+    counts = sorted({process.devices for process in processes})
+    devices = text_lib.count(counts[0], "device") if len(counts) == 1 else f"{' or '.join(map(str, counts))} devices"
+    return f"{len(processes):,} on {text_lib.count(hosts, 'host')}, {devices} each"
+
+
+def _version_rows(processes: Mapping[int, ProcessResult]) -> list[str]:
+    differing = differing_versions(processes)
+    first = next(iter(processes.values())).versions
+    same = ", ".join(f"{package} {version}" for package, version in first.items() if package not in differing)
+    rows = [f"{same}: the same on all"] if same else []
+    for package, versions in differing.items():
+        shown = ", ".join(f"{version} on {text_lib.count(len(who), 'process')}" for version, who in versions.items())
+        rows.append(f"{package} DIFFERS: {shown}")
     return rows
 
 
-def _devices(told: Mapping[int, Told]) -> str:
-    return " or ".join(str(count) for count in sorted({each.devices for each in told.values()}))
-
-
-def _versions(versions: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{v} on {text_lib.count(len(p), 'process')}" for v, p in versions.items())
-
-
-def _storage(facts: Facts) -> str:
-    told = facts.told
-    read = sum(each.bytes_read for each in told.values())
-    readers = [each for each in told.values() if each.bytes_read]
-    rates = [rate for each in told.values() if (rate := read_rate(each)) is not None]
-    times = f" ({read / facts.stored_bytes:.2f} times what is stored)" if facts.stored_bytes > _LARGE else ""
+def _storage(result: CheckResult) -> str:
+    readers = sum(process.bytes_read > 0 for process in result.processes.values())
+    rates = _known(process.read_rate for process in result.processes.values())
+    times = ""
+    if result.stored_bytes > _LARGE:
+        times = f" ({result.bytes_read / result.stored_bytes:.2f} times what is stored)"
     speed = f", {text_lib.size(min(rates))}/s to {text_lib.size(max(rates))}/s each" if rates else ""
-    return f"{text_lib.size(read)} read{times} by {text_lib.count(len(readers), 'process')}{speed}"
+    return f"{text_lib.size(result.bytes_read)} read{times} by {text_lib.count(readers, 'process')}{speed}"
 
 
-def data(facts: Facts) -> dict[str, Any]:
-    """Everything, for --json."""
-    found = dataclasses.asdict(facts)
-    found["processes"] = {
-        str(process): {**dataclasses.asdict(each), "read_rate": read_rate(each), "exchange_rate": exchange_rate(each)}
-        for process, each in facts.told.items()
-    }
-    del found["told"]
-    return {"ok": facts.ok, "verdict": line(facts), **found, "to_change": changes(facts)}
+def _exchange(result: CheckResult) -> str:
+    rates = _known(process.exchange_rate for process in result.processes.values())
+    if not rates:
+        return "none: every process read what it needs"
+    return f"{text_lib.count(result.travelled, 'leaf')}, at least {text_lib.size(min(rates))}/s into each process"
+
+
+def _known(rates: Iterable[float | None]) -> list[float]:
+    return [rate for rate in rates if rate is not None]

@@ -1,4 +1,4 @@
-"""`orbax-ext doctor`: what of this machine and installation a restore needs."""
+"""`orbax-ext doctor`: lists what would break a restore with this installation, and what fixes it."""
 
 from orbax_ext.cli.doctor.command import configure
 

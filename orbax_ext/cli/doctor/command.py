@@ -1,4 +1,4 @@
-"""`orbax-ext doctor`: which of Orbax's known defects this installation has, what mends them, what else is amiss."""
+"""`orbax-ext doctor`: lists the known defects of the installed Orbax, what fixes them, and other problems."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from orbax_ext.cli import exits
 from orbax_ext.cli.doctor import installation
-from orbax_ext.cli.exits import EXIT_BAD_VERDICT, EXIT_OK
 from orbax_ext.upstream import probes
 from orbax_ext.upstream.defects import DEFECTS, Defect
 
-_EXAMPLE = """\
-example:
+_EPILOG = """examples:
   orbax-ext doctor
   orbax-ext doctor --registered --json
 
-Exit code 1: something would break a restore. By default that is a restore with Orbax's own single-replica handler;
-with --registered it is one with orbax_ext registered, which all of the defects below are mended by.
+Exit code 0: nothing would break a restore; 1: something would. By default, that is a restore with Orbax's own
+single-replica handler. With --registered, it is a restore with orbax_ext registered, which fixes all of these defects.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One defect and whether it is here. `how` tells what that rests on."""
+    """One defect, and whether this installation has it."""
 
     defect: Defect
     present: bool
-    how: str  # "probed", "files" or "release"
+    how: str  # how this was found out: "probed", by the installed "files", or by the number of the "release"
     note: str = ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Tells which known defects of Orbax this installation has, and what mends them."
-    parser.epilog = _EXAMPLE
+    parser.description = "Lists which known defects of Orbax this installation has, and what fixes them."
+    parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--registered", action="store_true", help="the program registers orbax_ext's handler")
-    parser.add_argument("--quick", action="store_true", help="look up only: no probes, no processes (under a second)")
+    parser.add_argument("--registered", action="store_true", help="for a program that calls orbax_ext.register()")
+    parser.add_argument("--quick", action="store_true", help="look up only: run no probes (under a second)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
@@ -46,8 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     versions = installation.versions()
     files = installation.orbax_files()
-    wanted = [] if args.quick else [defect.probe for defect in DEFECTS if defect.probe]
-    probed = probes.run(wanted) if wanted else {}
+    probed = {} if args.quick else probes.run([defect.probe for defect in DEFECTS if defect.probe])
     findings = [judge(defect, versions["orbax-checkpoint"], files, probed) for defect in DEFECTS]
     checks = [installation.s3()] if args.quick else [installation.runtime(), *installation.cluster(), installation.s3()]
     breaking = broken(findings, checks, registered=args.registered)
@@ -55,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_data(versions, files, findings, checks, breaking), indent=2))
     else:
         print("\n".join(as_text(versions, files, findings, checks, breaking, registered=args.registered)))
-    return EXIT_BAD_VERDICT if breaking else EXIT_OK
+    return exits.EXIT_BAD_VERDICT if breaking else exits.EXIT_OK
 
 
 def judge(defect: Defect, release: str, files: installation.Files, probed: dict[str, bool | str]) -> Finding:
-    """Whether the defect is here: by trying, else by the installed files, else by the release's number."""
+    """Decides whether the defect is present: by its probe, else by the installed files, else by the release number."""
     result = probed.get(defect.probe or "")
     if isinstance(result, bool):
         return Finding(defect, result, "probed")
@@ -70,11 +68,9 @@ def judge(defect: Defect, release: str, files: installation.Files, probed: dict[
 
 
 def broken(findings: Sequence[Finding], checks: Sequence[installation.Check], *, registered: bool) -> list[str]:
-    """What would break a restore, by name."""
-    found = (
-        [] if registered else [finding.defect.id for finding in findings if finding.present and finding.defect.breaks]
-    )
-    return [*found, *(check.name for check in checks if check.state == "bad")]
+    """Returns the names of what would break a restore."""
+    defects = [finding.defect.id for finding in findings if finding.present and finding.defect.breaks]
+    return [*([] if registered else defects), *(check.name for check in checks if check.state == "bad")]
 
 
 def as_data(
@@ -125,24 +121,24 @@ def as_text(
         lines.append(f"  {mark:7} {defect.title} [{finding.how}]{f' ({finding.note})' if finding.note else ''}")
         if finding.present:
             lines.append(f"          {defect.effect}; Orbax {defect.releases}")
-            lines.append(f"          mended by: {', '.join(defect.remedies)}  {' '.join(defect.links)}".rstrip())
+            lines.append(f"          fixed by: {', '.join(defect.remedies)}  {' '.join(defect.links)}".rstrip())
     lines += ["", "This machine"]
     lines += [f"  {check.state:7} {check.name}: {check.detail}" for check in checks]
-    return [*lines, "", *_verdict(breaking, registered)]
+    return [*lines, "", *_conclusion(breaking, registered)]
 
 
 def _files(files: installation.Files) -> str:
     if files.state == "other":
-        return "not those of a release that is known here, so defects are told by the release's number"
+        return "not those of a known release, so defects are looked up by the release number"
     releases = " or ".join(files.releases)
     return f"as released in {releases}" if files.state == "original" else f"{releases} with the patches of orbax_ext"
 
 
-def _verdict(breaking: Sequence[str], registered: bool) -> list[str]:
-    whose = "with orbax_ext registered" if registered else "with Orbax's own single-replica handler"
+def _conclusion(breaking: Sequence[str], registered: bool) -> list[str]:
+    handler = "with orbax_ext registered" if registered else "with Orbax's own single-replica handler"
     if not breaking:
-        return [f"Nothing found that would break a restore {whose}."]
-    lines = [f"A restore {whose} would break: {', '.join(breaking)}."]
+        return [f"Nothing found that would break a restore {handler}."]
+    lines = [f"A restore {handler} would break: {', '.join(breaking)}."]
     if not registered:
-        lines.append("If your program calls orbax_ext.register(), look again with --registered.")
+        lines.append("If your program calls orbax_ext.register(), run this again with --registered.")
     return lines

@@ -1,4 +1,4 @@
-"""How much memory a step takes at its peak, as Linux counts it."""
+"""The peak memory of a step, as Linux counts it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def peak_growth(step: Callable[[], Any]) -> int:
-    """Runs `step` and returns by how many bytes this process's resident memory rose above what it was, at its peak."""
+    """Runs `step` and returns by how many bytes this process's resident memory rose at its peak."""
     gc.collect()
-    _give_back()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    _return_freed_memory()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
     result = step()
     peak = _status("VmHWM")
@@ -22,8 +22,8 @@ def peak_growth(step: Callable[[], Any]) -> int:
     return max(0, peak - before)
 
 
-def _give_back() -> None:
-    """Has the C library return the memory it keeps for later, which would hide that a step needs it."""
+def _return_freed_memory() -> None:
+    """Gives memory that the C library keeps back to the system: a step that reuses it would seem to need none."""
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
