@@ -27,9 +27,10 @@ PAGE = markdown.Page(
     "S3 requests per restore, measured",
     f"""{LEAVES} leaves of 16 KiB, saved by as many processes as restore them, with one data-parallel replica per
     process (Orbax {importlib.metadata.version("orbax-checkpoint")}). Requests are counted at a proxy in front of the
-    server, during `CheckpointManager.restore` alone. No released Orbax supports `s3://`, so plain Orbax has it from orbax_ext
-    too, with `share_metadata=False`; orbax_ext restores with strategy `single`. Array requests and bytes differ a
-    good deal from run to run, most likely because TensorStore merges reads that come close together in time.""",
+    server, during `CheckpointManager.restore` alone. No released Orbax supports `s3://`, so plain Orbax has it from
+    orbax_ext too, with `share_metadata=False`; orbax_ext restores with strategy `single`. Array requests and bytes
+    differ a good deal from run to run, most likely because TensorStore merges reads that come close together in
+    time.""",
     "python -m bench.s3_requests --write",
 )
 STATE = {f"layer_{number}": Spec((64, 64), "float32", P("tp")) for number in range(LEAVES)}
