@@ -146,11 +146,10 @@ def _in_words(runs: list[results.Run]) -> str:
 
 
 def _about(unshaped: str) -> dict[str, str]:
-    packages = ("orbax-checkpoint", "jax", "tensorstore")
     return {
         "shaped": unshaped or "yes",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: importlib.metadata.version(name) for name in results.PACKAGES},
     }
 
 

@@ -13,6 +13,7 @@ from bench.scenarios import LIMIT_FORMULA, Scenario, scenarios
 from bench.strategies import AUTO_WITH_RATES, BASELINES, STOCK_OLDEST
 from tools import markdown, releases
 
+PACKAGES = ("orbax-checkpoint", "jax", "tensorstore")  # whose versions are recorded
 RESULTS = releases.ROOT / "bench" / "results" / "results.json"
 
 
@@ -148,7 +149,7 @@ def _cells(result: Result, best: float) -> list[str]:
 
 
 def page(about: Mapping[str, str]) -> markdown.Page:
-    packages = ", ".join(f"{name} {about[name]}" for name in ("orbax-checkpoint", "jax", "tensorstore"))
+    packages = ", ".join(f"{name} {about[name]}" for name in PACKAGES)
     if about["shaped"] == "yes":
         links = "Hosts are network namespaces with links shaped by `tc`; storage is an nginx server behind such a link."
     else:
@@ -169,8 +170,10 @@ def page(about: Mapping[str, str]) -> markdown.Page:
 
 def parts(results: Sequence[Result]) -> tuple[str, ...]:
     """Returns the table of each scenario, and the legend."""
-    by_scenario = [(each, [result for result in results if result.scenario == each.name]) for each in scenarios()]
-    return (*(table(scenario, rows) for scenario, rows in by_scenario if rows), LEGEND)
+    measured = {result.scenario for result in results}
+    shown = [scenario for scenario in scenarios() if scenario.name in measured]
+    tables = [table(scenario, [result for result in results if result.scenario == scenario.name]) for scenario in shown]
+    return (*tables, LEGEND)
 
 
 LEGEND = f"""\
