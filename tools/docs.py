@@ -26,14 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     check = parser.parse_args(argv).check
-    stale = [page for page, parts in pages() if is_stale(page, *parts)]
-    for page, parts in pages():
-        if page in stale and not check:
-            page.write(*parts)
+    everything = pages()
+    stale = [(page, parts) for page, parts in everything if is_stale(page, *parts)]
     if check and stale:
-        print("Out of date, run `make docs`:", *(page.path for page in stale))
+        print("Out of date, run `make docs`:", *(page.path for page, _ in stale))
         return 1
-    print(f"{len(pages())} pages are up to date")
+    for page, parts in stale:
+        page.write(*parts)
+    print(f"{len(everything)} pages are up to date")
     return 0
 
 
