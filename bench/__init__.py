@@ -1,1 +1,1 @@
-"""`make bench`: restores by several ways on the same hosts, links and checkpoints, in one table."""
+"""Benchmarks. `python -m bench` (`make bench`) compares strategies on hosts with shaped links."""

@@ -1,7 +1,7 @@
-"""How long a meeting takes, and how many messages, with many real clients of JAX's coordination service.
+"""Measures how long a meeting takes, and how many messages it needs, with many clients of the coordination service.
 
-No devices: a few operating-system processes with a thread for each client, all on this machine, so that the service
-and all its clients share its processors. Progress is published meanwhile, as in a restore.
+There are no devices: a few operating-system processes run a thread for each client, all on this machine, so that the
+service and its clients share the processors. Progress is published at the same time, as in a restore.
 
     python -m bench.meetings --clients 16 64 [--write]
 """
@@ -23,8 +23,16 @@ from typing import Any
 
 from orbax_ext.meeting.session import Limits, Session
 from orbax_ext.upstream.runtime import join_coordination_service, start_coordination_service
-from tools import docs, releases
+from tools import markdown, releases
 
+PAGE = markdown.Page(
+    "bench/results/meetings.md",
+    "Meetings, measured",
+    f"""Ten meetings of a session with progress reports, by real clients of JAX's coordination service without devices:
+    a thread for each client in eight processes, on one machine with {os.cpu_count()} cores that the service and all
+    clients share, so that seconds grow with their number. A message is one call to the service.""",
+    "make bench-meetings",
+)
 _CLIENTS = (16, 64, 256, 1000)
 _WORKERS = 8
 _LIMIT = 600  # seconds that one size may take
@@ -49,16 +57,16 @@ class Counting:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.meetings", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=_CLIENTS, help="how many, one after the other")
-    parser.add_argument("--meetings", type=int, default=10, help="meetings of a session (10)")
-    parser.add_argument("--write", action="store_true", help="write the table into BUILD.md")
+    parser.add_argument("--clients", type=int, nargs="+", default=_CLIENTS, help="numbers of clients")
+    parser.add_argument("--meetings", type=int, default=10, help="meetings per session (10)")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.path}")
     parser.add_argument("--worker", nargs=3, metavar=("ADDRESS", "FIRST", "LAST"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
         address, first, last = args.worker
         print(json.dumps(_work(address, range(int(first), int(last)), args.clients[0], args.meetings)))
         sys.stdout.flush()
-        os._exit(0)  # clients that go one by one would wait for each other
+        os._exit(0)  # an orderly exit would make the clients wait for each other
     rows = []
     for clients in args.clients:
         rows.append(_measure(clients, args.meetings))
@@ -66,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = _table(rows)
     print(table)
     if args.write:
-        docs.update(releases.ROOT / "BUILD.md", "meetings", table)
+        PAGE.write(table)
     return 0
 
 
@@ -85,13 +93,13 @@ def _measure(clients: int, meetings: int) -> dict[str, Any]:
     ]
     deadline = time.monotonic() + _LIMIT
     try:
-        found = [json.loads(worker.communicate(timeout=deadline - time.monotonic())[0]) for worker in workers]
+        by_worker = [json.loads(worker.communicate(timeout=deadline - time.monotonic())[0]) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
-        del service  # its clients are gone without a word: a polite shutdown would wait for them
-    results = [result for part in found for result in part]
+        del service  # its clients did not sign off: an orderly shutdown would wait for them
+    results = [result for part in by_worker for result in part]
     return {
         "clients": clients,
         "arrive": max(result["arrive"] for result in results),
@@ -105,7 +113,7 @@ def _measure(clients: int, meetings: int) -> dict[str, Any]:
 
 def _work(address: str, numbers: range, clients: int, meetings: int) -> list[dict[str, Any]]:
     results: dict[int, dict[str, Any]] = {}
-    sys.setswitchinterval(0.5)  # hundreds of threads that ask for the interpreter every 5 ms would measure just that
+    sys.setswitchinterval(0.5)  # with the default of 5 ms, hundreds of threads would measure thread switches
 
     def run(number: int) -> None:
         client = Counting(join_coordination_service(address, number, _LIMIT))
@@ -117,7 +125,7 @@ def _work(address: str, numbers: range, clients: int, meetings: int) -> list[dic
             with session.reporting():
                 for _ in range(meetings):
                     began = time.monotonic()
-                    session.meet("bench")  # with nothing to say, as after a read that went well
+                    session.meet("bench")  # without a failure to report, as after a good read
                     seconds.append(time.monotonic() - began)
             messages = (client.messages - before) / meetings
         results[number] = {"arrive": arrived, "meetings": seconds, "messages": messages}
@@ -131,16 +139,22 @@ def _work(address: str, numbers: range, clients: int, meetings: int) -> list[dic
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| clients | arrive, s | meeting, s (median) | slowest, s | messages per process (mean, most) | of process 0 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['clients']} | {row['arrive']:.2f} | {row['meeting']:.3f} | {row['slowest']:.3f} | "
-            f"{row['others']:.1f}, {row['most']:.1f} | {row['leader']:.1f} |"
+    head = (
+        *("clients", "arrive, s", "meeting, s (median)", "slowest, s"),
+        *("messages per process (mean, most)", "of process 0"),
+    )
+    cells = [
+        (
+            row["clients"],
+            f"{row['arrive']:.2f}",
+            f"{row['meeting']:.3f}",
+            f"{row['slowest']:.3f}",
+            f"{row['others']:.1f}, {row['most']:.1f}",
+            f"{row['leader']:.1f}",
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return markdown.table(head, cells)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,30 @@
-"""How long every process needs to plan the restore of a very large state, and how much memory. Writes BUILD.md's table.
+"""Measures how long a process takes to plan the restore of a very large state, and how much memory it needs.
 
-python -m bench.planning
+python -m bench.planning [--write]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 from bench import memory
 from orbax_ext.options import Options
 from orbax_ext.plan import Bundle, LaneBatch, Pack, Rates, RestorePlan, digest, with_cheapest
 from orbax_ext.plan.forecast import described, forecast
 from orbax_ext.plan.planner import make_plan
-from tools import docs, releases
+from tools import markdown
 
-DEVICES = 8  # a process
+PAGE = markdown.Page(
+    "bench/results/planning.md",
+    "Planning a large restore, measured",
+    """What a process computes by itself before the first meeting, and the choice of a strategy after it, for a mixture
+    of experts with 671 billion parameters. Programs are what is compiled; groups of the same make-up share one.""",
+    "make bench-plan",
+)
+DEVICES = 8  # of a process
 GROUP_BYTES = 64 << 20
 # A mixture of experts with 671 billion parameters, four experts to a leaf, as 64 replicas save it together.
 MODEL = """
@@ -35,19 +44,23 @@ experts.{0..11135}                 bfloat16  4x7168x2048    P(None,fsdp,tp)  4x1
 """
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.planning", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.path}")
+    args = parser.parse_args(argv)
     model = described.parse_shapes(MODEL)
     print(f"{len(model):,} leaves", flush=True)
-    rows = ["| processes | mesh | leaves | groups | programs | seconds | memory |", "|---" * 7 + "|"]
+    rows = []
     for replicas in (2, 8, 64):
         rows.append(_row(model, replicas))
-        print(rows[-1], flush=True)
-    docs.update(releases.ROOT / "BUILD.md", "planner", "\n".join(rows))
+        print(markdown.row(rows[-1]), flush=True)
+    if args.write:
+        PAGE.write(markdown.table(("processes", "mesh", "leaves", "groups", "programs", "seconds", "memory"), rows))
     return 0
 
 
-def _row(model: list[described.Described], replicas: int) -> str:
-    """What a process does before the first meeting and the choice after it, on one mesh."""
+def _row(model: list[described.Described], replicas: int) -> tuple[str, ...]:
+    """Plans on one mesh, chooses a strategy, and returns what that took."""
     sizes = (("dp", replicas), ("fsdp", 64), ("tp", 8))
     processes = replicas * 64
     mesh = forecast.mesh_on(sizes, processes)
@@ -62,18 +75,23 @@ def _row(model: list[described.Described], replicas: int) -> str:
         digest([leaves, [mesh]])
         seconds.append(time.monotonic() - started)
 
-    grown = memory.peak_growth(plan)
+    growth = memory.peak_growth(plan)
     (chosen,) = plans
     programs = {tuple(_operation(bundle, chosen) for bundle in group.bundles) for group in chosen.groups}
     axes = ", ".join(f"{axis}={size}" for axis, size in sizes)
     return (
-        f"| {processes:,} x {DEVICES} | {axes} | {len(leaves):,} | {len(chosen.groups):,} | {len(programs)} | "
-        f"{seconds[0]:.1f} | {grown / 1e6:.0f} MB |"
+        f"{processes:,} x {DEVICES}",
+        axes,
+        f"{len(leaves):,}",
+        f"{len(chosen.groups):,}",
+        str(len(programs)),
+        f"{seconds[0]:.1f}",
+        f"{growth / 1e6:.0f} MB",
     )
 
 
 def _operation(bundle: Bundle, plan: RestorePlan) -> tuple[object, ...]:
-    """What a program knows of a bundle; bundles that are alike in it share one."""
+    """Returns what a compiled program depends on; bundles with equal operations share a program."""
     if isinstance(bundle, Pack):
         return (bundle.words, bundle.summed)
     leaf = plan.leaves[bundle.leaves[0]]

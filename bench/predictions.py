@@ -1,45 +1,54 @@
-"""What `orbax-ext plan` would have said of the benchmark's restores, beside what was measured.
+"""Compares the seconds that `orbax-ext plan` would have predicted for the benchmark's restores with those measured.
 
-Run it on the benchmark's results: python -m orbax_ext.lab.bench.predictions build/bench/results.json
+python -m bench.predictions [build/bench/results.json]
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
-from bench.results import Result, from_json
+from bench import results as results_lib
+from bench.results import Result
 from bench.scenarios import Scenario, bytes_per_second, scenarios
 from orbax_ext.options import Strategy
 from orbax_ext.plan import Rates
 from orbax_ext.plan.forecast import described, forecast, notation
+from tools import markdown
 
-WAYS: Mapping[str, Strategy] = {"plain": "direct", "single": "single", "spread": "spread", "auto": "auto"}
+PAGE = markdown.Page(
+    "bench/results/predictions.md",
+    "Seconds to restore, predicted and measured",
+    """What the cost model (`orbax_ext/plan/cost.py`) expects of the restores in [speed.md](speed.md), from the rates of
+    the links alone. It does not model how busy the processors are (the column `cores` there).""",
+    "make docs",
+)
+PREDICTED: Mapping[str, Strategy] = {"plain": "direct", "single": "single", "spread": "spread", "auto": "auto"}
 _PLENTY = 1 << 40  # bytes: memory is no constraint of these scenarios
 
 
 def predict(scenario: Scenario, strategy: Strategy) -> float:
-    """Seconds, by the cost model and the scenario's links."""
+    """Returns the seconds that the cost model expects on the scenario's links."""
     mesh = forecast.mesh_on(scenario.mesh, scenario.hosts)
     leaves, _ = described.place(model(scenario), mesh, [])
 
-    def at(given: Rates) -> forecast.Forecast:
-        return forecast.forecast(leaves, mesh, scenario.hosts, given, _PLENTY, strategy, scenario.replica_axis)
+    def at(rates: Rates) -> forecast.Forecast:
+        return forecast.forecast(leaves, mesh, scenario.hosts, rates, _PLENTY, strategy, scenario.replica_axis)
 
-    found = at(rates(scenario))
-    received = int(found.volumes.received.max())
-    if scenario.links.shared and received:  # each has the part of the link that it needs
-        part = received / (received + int(found.volumes.read.max()))
+    expected = at(link_rates(scenario))
+    received = int(expected.volumes.received.max())
+    if scenario.links.shared and received:  # storage and fabric each get the part of the link that they need
+        part = received / (received + int(expected.volumes.read.max()))
         link = bytes_per_second(scenario.links.fabric)
-        found = at(Rates(link * (1 - part), link * part))
-    return found.seconds
+        expected = at(Rates(link * (1 - part), link * part))
+    return expected.seconds
 
 
 def model(scenario: Scenario) -> list[described.Described]:
-    """The scenario's state as it is stored: where all replicas save, each writes a part of a shard."""
+    """Returns the scenario's leaves as they are stored: where all replicas save, each writes a part of a shard."""
     spec: notation.Spec = tuple((axis,) if axis else () for axis in scenario.spec)
     chunk = list(notation.block_shape(spec, scenario.leaf, dict(scenario.mesh)))
     if scenario.replica_parallel:
@@ -50,29 +59,36 @@ def model(scenario: Scenario) -> list[described.Described]:
     return [described.Described(name, scenario.leaf, "bfloat16", spec, tuple(chunk)) for name in names]
 
 
-def rates(scenario: Scenario) -> Rates:
-    """The links in bytes per second; one that carries both storage and fabric is all of it for either."""
+def link_rates(scenario: Scenario) -> Rates:
+    """Returns the links in bytes per second; a link for both storage and fabric counts in full for each."""
     links = scenario.links
     storage, fabric, total = map(bytes_per_second, (links.to_storage, links.fabric, links.storage_total))
     return Rates(storage, fabric, total)
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table of seconds predicted and measured, and the error in the middle and at worst."""
+    """Returns a Markdown table of seconds predicted and measured, with the median and the largest error."""
     known = {scenario.name: scenario for scenario in scenarios()}
-    lines = ["| scenario | way | predicted s | measured s | error |", "|---|---|---|---|---|"]
-    errors = []
-    for found in results:
-        if found.failed or found.peer not in WAYS or found.scenario not in known:
+    rows, errors = [], []
+    for result in results:
+        if result.failed or result.strategy not in PREDICTED or result.scenario not in known:
             continue
-        seconds = predict(known[found.scenario], WAYS[found.peer])
-        errors.append((seconds - found.seconds) / found.seconds)
-        lines.append(f"| {found.scenario} | {found.peer} | {seconds:.2f} | {found.seconds:.2f} | {errors[-1]:+.0%} |")
-    if errors:
-        sizes = [abs(error) for error in errors]
-        lines += ["", f"Error: {statistics.median(sizes):.0%} in the middle, {max(sizes):.0%} at worst."]
-    return "\n".join(lines)
+        seconds = predict(known[result.scenario], PREDICTED[result.strategy])
+        error = (seconds - result.seconds) / result.seconds
+        rows.append((result.scenario, result.strategy, f"{seconds:.2f}", f"{result.seconds:.2f}", f"{error:+.0%}"))
+        errors.append(abs(error))
+    lines = markdown.table(("scenario", "strategy", "predicted s", "measured s", "error"), rows)
+    if not errors:
+        return lines
+    return f"{lines}\n\nError: {statistics.median(errors):.0%} in the middle, {max(errors):.0%} at worst."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.predictions", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=pathlib.Path, nargs="?", default=results_lib.RESULTS, help="a results.json")
+    print(table(results_lib.load(parser.parse_args(argv).results).results))
+    return 0
 
 
 if __name__ == "__main__":
-    print(table(from_json(json.loads(pathlib.Path(sys.argv[1]).read_text()))))
+    sys.exit(main())

@@ -1,24 +1,31 @@
-"""What the benchmark found, as data and as a table."""
+"""The benchmark's results, as data and as a page."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.scenarios import LIMIT_FORMULA, Scenario
+from bench.scenarios import LIMIT_FORMULA, Scenario, scenarios
+from bench.strategies import AUTO_WITH_RATES, BASELINES, STOCK_OLDEST
+from tools import markdown, releases
+
+PACKAGES = ("orbax-checkpoint", "jax", "tensorstore")  # whose versions are recorded
+RESULTS = releases.ROOT / "bench" / "results" / "results.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One restore by one peer."""
+    """One restore with one strategy."""
 
     seconds: float
     exact: bool
     storage_bytes: int  # read by all hosts
     fabric_bytes: int  # received by the host that received most
-    peak_bytes: int  # resident above what there was before, of the host with most
+    peak_bytes: int  # resident above the start, on the host with most
     compile_seconds: float
     busy: float  # share of the machine's cores that was in use
     error: str = ""
@@ -27,10 +34,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All restores of a scenario by one peer."""
+    """All restores of a scenario with one strategy."""
 
     scenario: str
-    peer: str
+    strategy: str
     runs: tuple[Run, ...]
     unique_bytes: int
     host_bytes: int
@@ -46,7 +53,7 @@ class Result:
         return statistics.median(run.seconds for run in self.runs)
 
     @property
-    def spread(self) -> tuple[float, float]:
+    def fastest_and_slowest(self) -> tuple[float, float]:
         return min(run.seconds for run in self.runs), max(run.seconds for run in self.runs)
 
     @property
@@ -57,12 +64,20 @@ class Result:
         return statistics.median(getattr(run, field) for run in self.runs)
 
 
-def result(scenario: Scenario, peer: str, runs: Sequence[Run]) -> Result:
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The content of results.json: all results, and the machine and packages they were measured with."""
+
+    about: Mapping[str, str]
+    results: Sequence[Result]
+
+
+def result(scenario: Scenario, strategy: str, runs: Sequence[Run]) -> Result:
     least = scenario.unique_bytes * (scenario.replicas - 1) / scenario.replicas
     share = scenario.host_bytes / scenario.unique_bytes
     return Result(
         scenario.name,
-        peer,
+        strategy,
         tuple(runs),
         scenario.unique_bytes,
         scenario.host_bytes,
@@ -71,69 +86,109 @@ def result(scenario: Scenario, peer: str, runs: Sequence[Run]) -> Result:
     )
 
 
-PEERS = ("plain", "stock", "stock 0.11.33")
+def to_json(results: Sequence[Result], about: Mapping[str, str]) -> dict[str, Any]:
+    rows = []
+    for result in results:
+        fields = dataclasses.asdict(result)
+        summary = {} if result.failed else {"seconds": result.seconds, "exact": result.exact}
+        rows.append({"scenario": fields.pop("scenario"), "peer": fields.pop("strategy"), **fields, **summary})
+    return {"about": dict(about), "results": rows}
+
+
+def from_json(data: Mapping[str, Any]) -> list[Result]:
+    return [
+        Result(
+            row["scenario"],
+            row["peer"],
+            tuple(Run(**run) for run in row["runs"]),
+            row["unique_bytes"],
+            row["host_bytes"],
+            row["limit"],
+            row["fabric_least"],
+        )
+        for row in data["results"]
+    ]
+
+
+def load(path: pathlib.Path = RESULTS) -> Measured:
+    data = json.loads(path.read_text())
+    return Measured(data["about"], from_json(data))
+
 
 COLUMNS = (
-    *("way", "seconds", "spread", "x best peer", "x limit", "storage"),
+    *("strategy", "seconds", "fastest-slowest", "x best Orbax", "x limit", "storage"),
     *("fabric", "memory", "compile s", "cores", "exact"),
 )
 
 
 def table(scenario: Scenario, results: Sequence[Result]) -> str:
-    """A Markdown table of one scenario."""
-    peers = [found.seconds for found in results if found.peer in PEERS and not found.failed]
-    best = min(peers, default=float("nan"))
-    lines = [f"**{scenario.name}**: {scenario.about}; {_links(scenario)}; limit {scenario.limit():.2f} s", ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for found in results:
-        if found.failed:
-            lines.append(f"| {found.peer} | {found.failed} |" + " |" * (len(COLUMNS) - 2))
-            continue
-        low, high = found.spread
-        cells = [
-            found.peer,
-            f"{found.seconds:.2f}",
-            f"{low:.2f}-{high:.2f}",
-            f"{found.seconds / best:.2f}",
-            f"{found.seconds / found.limit:.2f}",
-            f"{found.median('storage_bytes') / found.unique_bytes:.2f}",
-            f"{found.median('fabric_bytes') / found.fabric_least:.2f}",
-            f"{found.median('peak_bytes') / found.host_bytes:.2f}",
-            f"{found.median('compile_seconds'):.2f}",
-            f"{100 * found.median('busy'):.0f} %",
-            "yes" if found.exact else "**no**",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Returns the Markdown table of one scenario."""
+    orbax = [result.seconds for result in results if result.strategy in BASELINES and not result.failed]
+    best = min(orbax, default=float("nan"))
+    title = f"**{scenario.name}**: {scenario.about}; {_links(scenario)}; limit {scenario.limit():.2f} s"
+    return f"{title}\n\n{markdown.table(COLUMNS, [_cells(result, best) for result in results])}"
 
 
-LEGEND = (
-    f"seconds: median, with the quickest and the slowest run; x best peer: against the faster of plain Orbax and its "
-    f"single-replica handler in the same run; x limit: against what the links allow ({LIMIT_FORMULA}); storage: bytes "
-    f"read by all hosts over the state's; fabric: bytes received by a host over (R-1)/R of what it holds; memory: peak "
-    f"resident above the start over what a host holds in the end; cores: how busy the machine was."
-)
-
-
-def to_json(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:
-    rows = []
-    for found in results:
-        summary = {} if found.failed else {"seconds": found.seconds, "exact": found.exact}
-        rows.append({**dataclasses.asdict(found), **summary})
-    return {"about": about, "results": rows}
-
-
-def from_json(data: dict[str, Any]) -> list[Result]:
-    fields = {field.name for field in dataclasses.fields(Result)}
+def _cells(result: Result, best: float) -> list[str]:
+    if result.failed:
+        return [result.strategy, result.failed, *[""] * (len(COLUMNS) - 2)]
+    fastest, slowest = result.fastest_and_slowest
     return [
-        Result(**{**{name: row[name] for name in fields}, "runs": tuple(Run(**run) for run in row["runs"])})
-        for row in data["results"]
+        result.strategy,
+        f"{result.seconds:.2f}",
+        f"{fastest:.2f}-{slowest:.2f}",
+        f"{result.seconds / best:.2f}",
+        f"{result.seconds / result.limit:.2f}",
+        f"{result.median('storage_bytes') / result.unique_bytes:.2f}",
+        f"{result.median('fabric_bytes') / result.fabric_least:.2f}",
+        f"{result.median('peak_bytes') / result.host_bytes:.2f}",
+        f"{result.median('compile_seconds'):.2f}",
+        f"{100 * result.median('busy'):.0f} %",
+        "yes" if result.exact else "**no**",
     ]
+
+
+def page(about: Mapping[str, str]) -> markdown.Page:
+    packages = ", ".join(f"{name} {about[name]}" for name in PACKAGES)
+    if about["shaped"] == "yes":
+        links = "Hosts are network namespaces with links shaped by `tc`; storage is an nginx server behind such a link."
+    else:
+        links = f"Links are not shaped, all hosts share the machine's disk and loopback: {about['shaped']}."
+    return markdown.Page(
+        "bench/results/speed.md",
+        "Seconds to restore, measured",
+        f"""The same checkpoint is restored with each strategy, one after the other, in new processes, on one machine
+        ({about["machine"]}; {packages}). {links} Scenarios may have been measured at different times: compare rows of
+        one table. "plain" is Orbax's `ArrayHandler`, "stock" its `SingleReplicaArrayHandler`, and the other rows are
+        strategies of orbax_ext; "{AUTO_WITH_RATES}" is `auto` with `storage_gbps` and `fabric_gbps` given.
+        "{STOCK_OLDEST}" is run once, the others several times unless that takes more than 75 s. With its defaults the
+        stock handler takes seven times the state; where the machine has too little memory for that,
+        `broadcast_memory_limit_bytes` is set for it.""",
+        "make bench",
+    )
+
+
+def parts(results: Sequence[Result]) -> tuple[str, ...]:
+    """Returns the table of each scenario, and the legend."""
+    measured = {result.scenario for result in results}
+    shown = [scenario for scenario in scenarios() if scenario.name in measured]
+    tables = [table(scenario, [result for result in results if result.scenario == scenario.name]) for scenario in shown]
+    return (*tables, LEGEND)
+
+
+LEGEND = f"""\
+- seconds: the median, with the fastest and the slowest run
+- x best Orbax: relative to the fastest of Orbax's own handlers in the same table
+- x limit: relative to what the links allow ({LIMIT_FORMULA})
+- storage: bytes read by all hosts, relative to the state
+- fabric: bytes received by a host, relative to (R-1)/R of what it holds, with R replicas
+- memory: peak resident memory above the start, relative to what a host holds in the end
+- cores: how busy the machine was"""
 
 
 def _links(scenario: Scenario) -> str:
     links = scenario.links
     if links.shared:
-        return f"{scenario.hosts} hosts, {links.fabric} Mbit/s for all"
-    cap = f", {links.storage_total} in all" if links.storage_total else ""
-    return f"{scenario.hosts} hosts, storage {links.storage}{cap} and fabric {links.fabric} Mbit/s a host"
+        return f"{scenario.hosts} hosts, {links.fabric} Mbit/s for both storage and fabric"
+    cap = f" ({links.storage_total} in all)" if links.storage_total else ""
+    return f"{scenario.hosts} hosts, storage {links.storage}{cap} and fabric {links.fabric} Mbit/s per host"

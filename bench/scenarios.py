@@ -1,4 +1,4 @@
-"""What the benchmark restores, and on what hosts."""
+"""The benchmark's scenarios: a state, and the hosts and links it is restored on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from orbax_ext.lab.network import Links
 
 MIB = 1 << 20
-AUTO_TOLD = "auto, told"  # the way of a user who says what the links carry, so that nothing is measured
 _ITEMSIZE = 2  # everything is bfloat16
 
 
@@ -27,7 +26,7 @@ class Scenario:
     hosts: int = 4
     devices: int = 2
     replica_axis: str = "dp"
-    replica_parallel: bool = True  # how it is saved: every replica writes a part of each shard, or one all of it
+    replica_parallel: bool = True  # every replica saves a part of each shard; if False, one replica saves all of it
     repeat: int = 2
 
     @property
@@ -40,21 +39,21 @@ class Scenario:
 
     @property
     def host_bytes(self) -> int:
-        """What each host holds in the end."""
+        """Returns the bytes that each host holds in the end."""
         on_devices = self.devices * self.hosts * self.unique_bytes
         shards = math.prod(size for axis, size in self.mesh if axis in self.spec)
         return on_devices // shards // self.hosts
 
     @property
     def gbps(self) -> tuple[float, float]:
-        """Bandwidths of storage and fabric that a host has while all are busy, as a user would give them."""
+        """Returns the `storage_gbps` and `fabric_gbps` that a user would give: of one host while all are busy."""
         storage = self.links.to_storage
         if self.links.storage_total:
             storage = min(storage, self.links.storage_total // self.hosts)
         return storage / 1000, self.links.fabric / 1000
 
     def limit(self) -> float:
-        """Seconds that nothing can beat: every byte leaves storage, and what a host holds comes in over its links."""
+        """Returns the seconds that the links need at least to send every byte once and to each host what it holds."""
         held = self.host_bytes / self._copies_on_a_host
         fabric = bytes_per_second(self.links.fabric)
         if self.links.shared:
@@ -64,7 +63,7 @@ class Scenario:
 
     @property
     def _copies_on_a_host(self) -> int:
-        """Copies of the same bytes on one host's devices: they need not cross a link."""
+        """Returns how many devices of a host hold the same bytes, which need to cross its links only once."""
         inner = self.devices
         for axis, size in reversed(self.mesh):
             if axis in self.spec:
@@ -73,24 +72,24 @@ class Scenario:
 
 
 LIMIT_FORMULA = (
-    "limit = max(unique/hosts/storage, held/(storage + fabric)), storage being a host's part of what it has in all if "
-    "that is less; held/link where one link carries both"
+    "limit = max(unique/hosts/storage, held/(storage + fabric)), where storage is at most a host's part of the cap; "
+    "limit = held/link where one link carries both"
 )
 
 
 def bytes_per_second(mbit: int) -> float:
-    """The rate of a link; 0 is unlimited."""
+    """Returns the rate of a link; 0 is unlimited."""
     return mbit * 1e6 / 8 if mbit else math.inf
 
 
 def _dense(name: str, about: str, links: Links, mib: int = 128, **changes: object) -> Scenario:
-    """Leaves of 16 MiB on four hosts with two devices each: dp=4 x tp=2."""
+    """Returns a scenario with leaves of 16 MiB on four hosts with two devices each: dp=4 x tp=2."""
     base = Scenario(name, about, links, (("dp", 4), ("tp", 2)), (2048, 4096), ("tp", None), mib // 16)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def _growing(hosts: int) -> Scenario:
-    """Two replicas over ever more hosts; every host reads, holds and receives the same."""
+    """Returns two replicas over some hosts; a host reads, holds and receives the same, however many there are."""
     mesh = (("dp", 2), ("fsdp", hosts))
     return _dense(
         f"hosts_{hosts}",
@@ -104,10 +103,10 @@ def _growing(hosts: int) -> Scenario:
 
 
 def scenarios() -> Iterator[Scenario]:
-    """All of them, the headline first."""
+    """Yields all scenarios, the headline first."""
     usual = Links(320, 1600)
     yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, repeat=3)
-    yield _dense("dense_half", "half of it: what the stock handler can restore here by its defaults", usual, 512)
+    yield _dense("dense_half", "half of it, which the stock handler can restore here with its defaults", usual, 512)
     yield _dense("dense_slow", "a quarter of it, on slower links", Links(80, 400), 256, repeat=1)
     yield _dense("fast_storage", "storage faster than fabric", Links(400, 80), 256)
     yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 1024)

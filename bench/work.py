@@ -1,4 +1,4 @@
-"""What the benchmark runs on every process. Imported there, with whatever Orbax the process has."""
+"""The functions that the benchmark runs on every process, with whichever Orbax the process has."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
 from bench import memory
-from bench.scenarios import AUTO_TOLD, Scenario
+from bench.scenarios import Scenario
+from bench.strategies import AUTO_WITH_RATES, BASELINES, PLAIN, SINGLE_REPLICA
 from orbax_ext.lab import handlers, network
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One restore, as one process saw it."""
+class Restore:
+    """One restore, as one process measured it."""
 
     started: float
     ended: float
     exact: bool
-    peak: int  # resident bytes above what there was before
+    peak: int  # resident bytes above the start
     fabric_received: int
-    idle_seconds: float  # of all cores of the machine meanwhile
+    idle_seconds: float  # of all cores of the machine during the restore
     compile_seconds: float = 0.0
     report: str = ""
 
@@ -49,16 +50,16 @@ def save(scenario: Scenario, path: str) -> None:
         manager.wait_until_finished()
 
 
-def restore(scenario: Scenario, path: str, peer: str, url: str) -> Measured:
-    """Restores with one of the peers and compares every byte afterwards."""
-    handler = _handler(scenario, peer)
+def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
+    """Restores with one strategy and compares every byte afterwards."""
+    handler = _handler(scenario, strategy)
     sharding = _sharding(scenario)
     abstract = {name: jax.ShapeDtypeStruct(scenario.leaf, jnp.bfloat16, sharding=sharding) for name in _names(scenario)}
     args = {
         name: ocp.ArrayRestoreArgs(sharding=sharding, global_shape=scenario.leaf, dtype=jnp.bfloat16)
         for name in abstract
     }
-    if peer.startswith("stock"):
+    if strategy in SINGLE_REPLICA:
         single = _replica_sharding(scenario)
         args = {
             name: ocp.type_handlers.SingleReplicaArrayRestoreArgs(
@@ -68,20 +69,21 @@ def restore(scenario: Scenario, path: str, peer: str, url: str) -> Measured:
         }
     with _served(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         multihost_utils.sync_global_devices("bench")
-        before, idle, taken = _received(), network.idle_seconds(), []
+        received_before, idle_before = _received(), network.idle_seconds()
+        moments: list[Any] = []
 
         def step() -> None:
             started = time.monotonic()
             state = manager.restore(0, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
             jax.block_until_ready(state)
-            taken.extend([started, time.monotonic(), network.idle_seconds(), state])
+            moments.extend([started, time.monotonic(), network.idle_seconds(), state])
 
         peak = memory.peak_growth(step)
-        started, ended, idle_then, state = taken
-        received, idle = _received() - before, idle_then - idle
-    account = orbax_ext.last_report() if not peer.startswith(("stock", "plain")) else None
-    compiled = account.seconds.get("compile", 0.0) if account is not None else 0.0
-    return Measured(started, ended, _is_exact(scenario, state), peak, received, idle, compiled, str(account or ""))
+        started, ended, idle_after, state = moments
+        received, idle = _received() - received_before, idle_after - idle_before
+    report = None if strategy in BASELINES else orbax_ext.last_report()
+    compiled = report.seconds.get("compile", 0.0) if report is not None else 0.0
+    return Restore(started, ended, _is_exact(scenario, state), peak, received, idle, compiled, str(report or ""))
 
 
 def _names(scenario: Scenario) -> list[str]:
@@ -107,24 +109,24 @@ def _replica_sharding(scenario: Scenario) -> NamedSharding:
     return NamedSharding(Mesh(part, mesh.axis_names), PartitionSpec(*scenario.spec))
 
 
-def _handler(scenario: Scenario, peer: str) -> Any:
-    if peer.startswith("plain"):
+def _handler(scenario: Scenario, strategy: str) -> Any:
+    if strategy == PLAIN:
         return ocp.type_handlers.ArrayHandler(array_metadata_store=ArrayMetadataStore())
-    if peer.startswith("stock"):
+    if strategy in SINGLE_REPLICA:
         at = [axis for axis, _ in scenario.mesh].index(scenario.replica_axis)
-        # Left to itself it takes seven times the state on every host: for the largest, more than the machine has.
+        # With its defaults it takes seven times the state on every host, which can be more than the machine has.
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         needed = 7 * scenario.host_bytes * scenario.hosts
         limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
-    if peer == AUTO_TOLD:
+    if strategy == AUTO_WITH_RATES:
         storage, fabric = scenario.gbps
         return orbax_ext.BroadcastArrayHandler(strategy="auto", storage_gbps=storage, fabric_gbps=fabric)
-    return orbax_ext.BroadcastArrayHandler(strategy=peer)
+    return orbax_ext.BroadcastArrayHandler(strategy=strategy)
 
 
 def _data(scenario: Scenario, number: int) -> np.ndarray:
-    """Random bits: nothing to compress, and NaN payloads, -0.0 and denormals among them."""
+    """Returns random bits: they do not compress, and NaN payloads, -0.0 and denormals are among them."""
     words = np.random.default_rng(number).integers(0, 1 << 16, scenario.leaf, np.uint16)
     return words.view(jnp.bfloat16)
 
@@ -144,38 +146,38 @@ def _is_exact(scenario: Scenario, state: dict[str, jax.Array]) -> bool:
 
 
 def _received() -> int:
-    """Bytes that came in over the fabric so far; over loopback nothing can be told apart."""
+    """Returns the bytes received over the fabric so far; over loopback they cannot be counted."""
     return sum(received for name, received, _ in network.interface_bytes() if name.startswith("f"))
 
 
 @contextlib.contextmanager
 def _served(path: str, url: str) -> Iterator[None]:
-    """Has TensorStore read the checkpoint's arrays from the storage server instead of from the disk."""
+    """Makes TensorStore read the checkpoint's arrays from the storage server instead of from the disk."""
     if not url:
         yield
         return
     root = os.path.realpath(pathlib.Path(path).parent) + "/"
-    found = ts.open
+    plain_open = ts.open
 
-    def opened(spec: Any, *args: Any, **kwargs: Any) -> Any:
-        return found(
-            ts.Spec(_over_http(spec if isinstance(spec, dict) else spec.to_json(), root, url)), *args, **kwargs
-        )
+    def open_over_http(spec: Any, *args: Any, **kwargs: Any) -> Any:
+        as_json = spec if isinstance(spec, dict) else spec.to_json()
+        return plain_open(ts.Spec(_over_http(as_json, root, url)), *args, **kwargs)
 
-    ts.open = opened
+    ts.open = open_over_http
     try:
         yield
     finally:
-        ts.open = found
+        ts.open = plain_open
 
 
 def _over_http(value: Any, root: str, url: str) -> Any:
+    """Returns a TensorStore spec in which every file below `root` is at `url`."""
     if isinstance(value, list):
-        return [_over_http(each, root, url) for each in value]
+        return [_over_http(item, root, url) for item in value]
     if isinstance(value, str) and value.startswith(f"file://{root}"):
         return url + "/" + value.removeprefix(f"file://{root}")
     if isinstance(value, dict):
         if value.get("driver") == "file" and str(value.get("path", "")).startswith(root):
             return {"driver": "http", "base_url": url, "path": "/" + value["path"].removeprefix(root)}
-        return {name: _over_http(each, root, url) for name, each in value.items()}
+        return {name: _over_http(item, root, url) for name, item in value.items()}
     return value

@@ -1,10 +1,11 @@
-"""Checks the patches against every release: committed as generated, hashes right, apply, compile, reverse.
+"""Checks the patches of every release: the committed files are those generated, and they apply, compile and reverse.
 
 python -m tools.check_patches
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import subprocess
@@ -13,27 +14,29 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from orbax_ext.cli import main as exits
+from orbax_ext.cli import main as cli
 from orbax_ext.upstream import patching
 from tools import generate_patches, releases
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.check_patches", description=(__doc__ or "").splitlines()[0])
+    parser.parse_args(argv)
     if generate_patches.main(["--check"]):
         return 1
     known = patching.load_all(releases.PATCHES)
     if [series.release for series in known] != list(releases.RELEASES):
-        print("patches/ and the releases held differ", file=sys.stderr)
+        print("patches/ does not hold exactly the supported releases; run: make patches", file=sys.stderr)
         return 1
     for series in known:
         with tempfile.TemporaryDirectory() as directory:
             check(series, Path(directory))
-        print(f"{series.release}: {len(series.patches)} patches verified, applied, compiled, taken back", flush=True)
+        print(f"{series.release}: {len(series.patches)} patches verified, applied, compiled, reversed", flush=True)
     return 0
 
 
 def check(series: patching.Series, root: Path) -> None:
-    """Takes the released wheel through the command line, forth and back."""
+    """Applies the patches to the released wheel with `orbax-ext patch`, compiles the result, and reverses them."""
     with zipfile.ZipFile(releases.wheel(series.release)) as archive:
         archive.extractall(root)
     released = snapshot(root)
@@ -48,14 +51,14 @@ def check(series: patching.Series, root: Path) -> None:
     run_patch(root, "--check")
     run_patch(root, "--reverse")
     if snapshot(root) != released:
-        raise AssertionError(f"{series.release}: taking the patches back does not give the released files")
+        raise AssertionError(f"{series.release}: reversing the patches does not give the released files")
 
 
-def run_patch(root: Path, *how: str) -> None:
+def run_patch(root: Path, *flags: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        code = exits.main(["patch", "--to", str(root), *how])
+        code = cli.main(["patch", "--to", str(root), *flags])
     if code:
-        raise AssertionError(f"orbax-ext patch --to {root} {' '.join(how)} exited with {code}")
+        raise AssertionError(f"orbax-ext patch --to {root} {' '.join(flags)} exited with {code}")
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Rewrites the parts of the documents that are made from data, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""Writes the pages that are made from data, without measuring: the table of defects and those in bench/results.
 
 python -m tools.docs [--check]
 """
@@ -6,42 +6,52 @@ python -m tools.docs [--check]
 from __future__ import annotations
 
 import argparse
-import pathlib
-import re
 import sys
 
+from bench import cost_model, predictions, results
 from orbax_ext.upstream import defects
-from tools import releases
+from tests.faults import table as faults
+from tools import markdown
 
-README = releases.ROOT / "README.md"
+DEFECTS = markdown.Page(
+    "docs/defects.md",
+    "Defects of Orbax's single-replica restore",
+    """What goes wrong with the `SingleReplicaArrayHandler` of each Orbax release, and what fixes it. `orbax-ext doctor`
+    says which of these defects an installation has.""",
+    "make docs",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the documents are up to date")
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     check = parser.parse_args(argv).check
-    if not update(README, "defects", defects.markdown_table(), check=check):
-        print("README.md: the table of defects is up to date")
-        return 0
-    print(f"README.md: the table of defects {'is out of date, run: make docs' if check else 'was rewritten'}")
-    return 1 if check else 0
+    everything = pages()
+    stale = [(page, parts) for page, parts in everything if is_stale(page, *parts)]
+    if check and stale:
+        print("Out of date, run `make docs`:", *(page.path for page, _ in stale))
+        return 1
+    for page, parts in stale:
+        page.write(*parts)
+    print(f"{len(everything)} pages are up to date")
+    return 0
 
 
-def update(document: pathlib.Path, name: str, content: str, *, check: bool = False) -> bool:
-    """Puts `content` between the markers `name` of a document; returns whether that changes it."""
-    before = document.read_text()
-    after = between_markers(before, name, content)
-    if after != before and not check:
-        document.write_text(after)
-    return after != before
+def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
+    """Returns each page with its parts."""
+    measured = results.load()
+    return [
+        (DEFECTS, (defects.markdown_table(),)),
+        (results.page(measured.about), results.parts(measured.results)),
+        (predictions.PAGE, (predictions.table(measured.results),)),
+        (cost_model.PAGE, (cost_model.table(),)),
+        (faults.PAGE, faults.parts(faults.load())),
+    ]
 
 
-def between_markers(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"Expected {begin!r} and {end!r} once each, on lines of their own.")
-    return pattern.sub(lambda match: f"{begin}\n{content}\n{end}", text)
+def is_stale(page: markdown.Page, *parts: str) -> bool:
+    """Returns whether the file on disk differs from what the data gives."""
+    return not page.file.exists() or page.file.read_text() != page.text(*parts)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import zipfile
 from orbax_ext.upstream import patching
 from tools import releases
 
-FORK = 1  # goes up when the patches of an already released Orbax change
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same input makes the same wheel
+FORK = 1  # raise it when the patches of an already forked release change
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed date, so that the same input makes the same wheel
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.fork", description=__doc__.splitlines()[0])
-    parser.add_argument("release", choices=releases.RELEASES, metavar="RELEASE", help="such as 0.11.33")
+    parser.add_argument("release", choices=releases.RELEASES, metavar="RELEASE", help="for example 0.11.33")
     parser.add_argument("--dest", type=pathlib.Path, default=releases.ROOT / "dist", help="where the wheel goes")
     args = parser.parse_args(argv)
     print(build(args.release, args.dest))
@@ -56,7 +56,7 @@ def rename(files: dict[str, bytes], old: str, new: str) -> dict[str, bytes]:
 
 
 def fork_metadata(metadata: bytes, release: str, version: str) -> bytes:
-    """The released METADATA with the fork's version, summary and licence files; all else stays."""
+    """Returns the released METADATA with the fork's version, summary and licence files; everything else stays."""
     head, blank, description = metadata.decode().partition("\n\n")
     lines = []
     for line in head.splitlines():
@@ -69,13 +69,13 @@ def fork_metadata(metadata: bytes, release: str, version: str) -> bytes:
             lines.append("License-File: NOTICE")
     if f"Version: {version}" not in lines or "License-File: NOTICE" not in lines:
         raise ValueError(
-            f"METADATA of {release} has no Version: {release} or no License-File; cannot make a fork of it."
+            f"METADATA of {release} has no `Version: {release}` or no `License-File`; a fork of it can't be made."
         )
     return ("\n".join(lines) + blank + description).encode()
 
 
 def notice(series: patching.Series, version: str) -> str:
-    """What section 4 of the Apache License asks for: that files were changed, which, and where the rest comes from."""
+    """Returns the notice of changed files that section 4 of the Apache License asks for."""
     lines = [
         f"orbax-checkpoint {version}",
         "",
@@ -95,7 +95,7 @@ def notice(series: patching.Series, version: str) -> str:
 
 
 def record(files: dict[str, bytes], itself: str) -> str:
-    """The RECORD of the wheel: path, hash and size of every file but RECORD itself."""
+    """Returns the RECORD of the wheel: path, hash and size of every file but RECORD itself."""
     rows = []
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

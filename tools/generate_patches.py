@@ -1,4 +1,4 @@
-"""Makes patches/<release>/ from patches/source/: the same few additions, at each release's own line numbers.
+"""Generates patches/<release>/ from patches/source/: the same additions, at the line numbers of each release.
 
 A source file is a patch whose hunks name a place instead of a line number, so that it holds none of upstream's text:
 
@@ -9,8 +9,8 @@ A source file is a patch whose hunks name a place instead of a line number, so t
     before assigning N in X   above the first statement in X that assigns the name N
     after imports             below the module's last import
 
-A place may begin with the releases that it is for, `0.12.7 - 0.12.8: start of X`. `{name}` alone on a line stands for
-the text below `=== define name`. Every changed file also gets a line that says so, as its licence asks.
+A place may begin with the releases that it applies to: `0.12.7 - 0.12.8: start of X`. `{name}` alone on a line stands
+for the text below `=== define name`. Every changed file also gets a line that says so, as its licence requires.
 
     python -m tools.generate_patches [--check]
 """
@@ -30,7 +30,7 @@ from tools import releases
 
 @dataclasses.dataclass(frozen=True)
 class Addition:
-    """Lines for one place of one file, in some releases."""
+    """Lines to add at one place of one file, in some releases."""
 
     path: str
     place: str
@@ -50,32 +50,32 @@ class Source:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.generate_patches", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether patches/ is what would be made")
+    parser.add_argument("--check", action="store_true", help="only say whether patches/ is up to date")
     check = parser.parse_args(argv).check
-    wanted = generate()
-    found = {path: path.read_text() for path in releases.PATCHES.glob("[0-9]*/*")}
+    generated = generate()
+    committed = {path: path.read_text() for path in releases.PATCHES.glob("[0-9]*/*")}
     stale = sorted(
         str(path.relative_to(releases.ROOT))
-        for path in wanted.keys() | found.keys()
-        if wanted.get(path) != found.get(path)
+        for path in generated.keys() | committed.keys()
+        if generated.get(path) != committed.get(path)
     )
     if check:
-        print(f"patches/: {len(wanted)} files, {len(stale)} differ from what patches/source makes", *stale, sep="\n  ")
+        print(f"patches/: {len(generated)} files, {len(stale)} differ from patches/source", *stale, sep="\n  ")
         return 1 if stale else 0
-    for path in found.keys() - wanted.keys():
+    for path in committed.keys() - generated.keys():
         path.unlink()
-    for path, text in wanted.items():
+    for path, text in generated.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    print(f"patches/: {len(wanted)} files written, {len(stale)} of them changed")
+    print(f"patches/: {len(generated)} files written, {len(stale)} of them changed")
     return 0
 
 
 def generate() -> dict[pathlib.Path, str]:
-    """The text of every file below patches/<release>/."""
+    """Returns the text of every file below patches/<release>/."""
     sources = [parse_source(path) for path in sorted((releases.PATCHES / "source").glob("*.in"))]
     paths = tuple(sorted({addition.path for source in sources for addition in source.additions}))
-    wanted = {}
+    texts = {}
     for release in releases.RELEASES:
         files = releases.read(release, paths)
         names = []
@@ -83,13 +83,13 @@ def generate() -> dict[pathlib.Path, str]:
             if release in source.releases:
                 patch = make_patch(source, release, files)
                 names.append(patch.name)
-                wanted[releases.PATCHES / release / patch.name] = patching.render(patch)
-        wanted[releases.PATCHES / release / "series"] = "".join(f"{name}\n" for name in names)
-    return wanted
+                texts[releases.PATCHES / release / patch.name] = patching.render(patch)
+        texts[releases.PATCHES / release / "series"] = "".join(f"{name}\n" for name in names)
+    return texts
 
 
 def make_patch(source: Source, release: str, files: dict[str, bytes]) -> patching.Patch:
-    """The patch for one release; `files` is taken to the state after it."""
+    """Returns the patch for one release, and applies it to `files`."""
     changes = []
     for path in sorted({addition.path for addition in source.additions if release in addition.releases}):
         before = files[path]
@@ -133,7 +133,7 @@ def parse_source(path: pathlib.Path) -> Source:
 
 
 def find(module: ast.Module, place: str) -> int:
-    """How many lines of the module come before the place."""
+    """Returns how many lines of the module come before the place."""
     match place.split():
         case ["after", "imports"]:
             return max(end(node) for node in module.body if isinstance(node, ast.Import | ast.ImportFrom))
@@ -148,7 +148,7 @@ def find(module: ast.Module, place: str) -> int:
             return line_before(scope_node.body[1 if ast.get_docstring(scope_node) else 0])
         case ["end", "of", name]:
             return end(scope_of(module, name).body[-1])
-    raise ValueError(f"Unknown place {place!r}; see the docstring of {__name__} for those there are.")
+    raise ValueError(f"Unknown place {place!r}; the docstring of {__name__} lists the known places.")
 
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -157,22 +157,22 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def scope_of(module: ast.Module, dotted: str) -> Scope:
     node: ast.AST = module
     for name in dotted.split("."):
-        found = [child for child in ast.walk(node) if isinstance(child, Scope) and child.name == name]
-        if not found:
+        matches = [child for child in ast.walk(node) if isinstance(child, Scope) and child.name == name]
+        if not matches:
             raise ValueError(f"There is no {dotted!r}: {name!r} not found.")
-        node = found[0]
+        node = matches[0]
     assert isinstance(node, Scope)
     return node
 
 
 def first(scope: Scope, wanted: Callable[[ast.stmt], bool], place: str) -> ast.stmt:
-    """The topmost statement, of those that hold no other statements, that is wanted."""
-    found = [
+    """Returns the first wanted statement, among those that contain no other statements."""
+    matches = [
         node for node in ast.walk(scope) if isinstance(node, ast.stmt) and not hasattr(node, "body") and wanted(node)
     ]
-    if not found:
+    if not matches:
         raise ValueError(f"There is no place {place!r}.")
-    return min(found, key=lambda node: node.lineno)
+    return min(matches, key=lambda node: node.lineno)
 
 
 def calls(statement: ast.stmt, function: str) -> bool:

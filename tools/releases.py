@@ -1,4 +1,4 @@
-"""The Orbax releases that the project holds, and their wheels from the package index."""
+"""The supported Orbax releases, and their wheels from the package index."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RELEASES = (
 
 
 def between(first: str, last: str) -> tuple[str, ...]:
-    """The releases from `first` to `last`, both included."""
+    """Returns the releases from `first` to `last`, both included."""
     return RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1]
 
 
 def wheel(release: str) -> pathlib.Path:
-    """The released wheel, downloaded from the package index the first time."""
+    """Returns the released wheel; downloads it from the package index the first time."""
     path = WHEELS / f"orbax_checkpoint-{release}-py3-none-any.whl"
     if not path.exists():
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -32,6 +32,6 @@ def wheel(release: str) -> pathlib.Path:
 
 
 def read(release: str, paths: tuple[str, ...]) -> dict[str, bytes]:
-    """Files of a release, by path."""
+    """Returns files of a release, by path."""
     with zipfile.ZipFile(wheel(release)) as archive:
         return {path: archive.read(path) for path in paths}

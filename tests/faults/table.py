@@ -1,15 +1,26 @@
-"""The table of faults in BUILD.md: what each does to stock Orbax and to orbax_ext, as measured."""
+"""The table of faults: what each fault does to stock Orbax and to orbax_ext, as measured."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
-import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from orbax_ext import lab
+from tools import markdown
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGE = markdown.Page(
+    "bench/results/faults.md",
+    "Faults during a restore, measured",
+    """Each fault happens to stock Orbax's single-replica handler and to orbax_ext, on 4 processes x 2 devices each
+    (`tests/faults`). The reader is process 1 and `stall_timeout` is 6 s. Every surviving process of orbax_ext must
+    end within that time plus 10 s (plus what a healthy restore takes), with the culprit in the message; where all
+    processes live, the next restore must work. "Hang" means no end within 15 s, or within four times what a healthy
+    restore takes on the machine.""",
+    "make faults-table",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,37 +33,40 @@ class Row:
 
 
 def summary(outcomes: Sequence[lab.Outcome]) -> str:
-    """What came of a restore on all processes, in one line: `3 hang, 1 OSError`."""
-    found: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.ok:
-            text = outcome.value.outcome
-        else:
-            text = {"timed out": "hang", "died": "dead"}.get(outcome.state, outcome.state)
-        found[text] = found.get(text, 0) + 1
-    if len(found) == 1:
-        return f"all {next(iter(found))}"
-    return ", ".join(f"{count} {text}" for text, count in sorted(found.items(), key=lambda item: -item[1]))
+    """Returns the outcomes of a restore on all processes in one line: `3 hang, 1 OSError`."""
+    counts = Counter(
+        outcome.value.outcome if outcome.ok else {"timed out": "hang", "died": "dead"}.get(outcome.state, outcome.state)
+        for outcome in outcomes
+    )
+    if len(counts) == 1:
+        return f"all {next(iter(counts))}"
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    lines = ["| fault | stock Orbax | orbax_ext |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {row.fault} | {row.stock} | {row.ours} |" for row in rows)])
+def table(rows: Sequence[Row]) -> str:
+    return markdown.table(("fault", "stock Orbax", "orbax_ext"), [(row.fault, row.stock, row.ours) for row in rows])
 
 
-def write(rows: Sequence[Row], release: str, document: pathlib.Path = ROOT / "BUILD.md") -> None:
-    """Puts the rows between the markers of a release, where the document has them; other rows there are kept."""
-    begin, end = f"<!-- faults {release}:begin -->", f"<!-- faults {release}:end -->"
-    text = document.read_text()
-    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-
-    def merged(match: re.Match[str]) -> str:
-        known = {row.fault: row for row in (*_rows(match.group()), *rows)}
-        return f"{begin}\n{markdown(list(known.values()))}\n{end}"
-
-    document.write_text(pattern.sub(merged, text))
+def parts(by_release: Mapping[str, Sequence[Row]]) -> tuple[str, ...]:
+    """Returns the page's parts: a table for each Orbax release."""
+    return tuple(f"## Orbax {release}\n\n{table(rows)}" for release, rows in by_release.items())
 
 
-def _rows(text: str) -> list[Row]:
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [Row(*each) for each in cells if len(each) == 3 and each[0] != "fault"]
+def load() -> dict[str, list[Row]]:
+    """Returns the rows of each release that were measured so far."""
+    by_release = json.loads(_data().read_text()) if _data().exists() else {}
+    return {release: [Row(*row) for row in rows] for release, rows in by_release.items()}
+
+
+def write(rows: Sequence[Row], release: str) -> None:
+    """Writes the data and the page with new rows for a release; its other rows, and other releases, are kept."""
+    by_release = load()
+    merged = {row.fault: row for row in (*by_release.get(release, ()), *rows)}
+    by_release[release] = list(merged.values())
+    as_lists = {name: [dataclasses.astuple(row) for row in rows] for name, rows in by_release.items()}
+    PAGE.write(*parts(by_release))
+    _data().write_text(json.dumps(as_lists, indent=1) + "\n")
+
+
+def _data() -> pathlib.Path:
+    return PAGE.file.with_suffix(".json")

@@ -1,6 +1,6 @@
 """Processes that fail, stop, die or disagree in the middle of a restore: every survivor ends, and names the culprit.
 
-Each fault is also put to stock Orbax's single-replica handler, on a cluster of its own, for the table in BUILD.md.
+Each fault is also put to stock Orbax's single-replica handler, on a cluster of its own, for bench/results/faults.md.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def arena(pytestconfig: pytest.Config) -> Iterator[Arena]:
     release = importlib.metadata.version("orbax-checkpoint")
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n\nOrbax {release}, stall_timeout={STALL:g}, hang = no end within {running.patience:.0f} s\n")
-        print(table.markdown(rows))
+        print(table.table(rows))
     if os.environ.get("ORBAX_EXT_FAULTS_TABLE") == "write":
         table.write(rows, release)
 

@@ -1,4 +1,4 @@
-"""The benchmark, on a state so small that only its figures of bytes say something."""
+"""The benchmark, on a state so small that only its byte counts mean something."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ shaped = pytest.mark.skipif(bool(network.why_not()), reason=f"no hosts with shap
 @shaped
 def test_every_byte_is_counted_on_its_link(tmp_path: pathlib.Path) -> None:
     plain, spread = bench.run(TINY, ["plain", "spread"], 1, None, "")
-    for found in (plain, spread):
-        assert not found.failed
-        assert found.exact
+    for result in (plain, spread):
+        assert not result.failed
+        assert result.exact
     assert 2.0 <= plain.median("storage_bytes") / TINY.unique_bytes < 2.2
     assert 1.0 <= spread.median("storage_bytes") / TINY.unique_bytes < 1.2
     assert plain.median("fabric_bytes") < 0.1 * TINY.unique_bytes
@@ -37,16 +37,16 @@ def test_every_byte_is_counted_on_its_link(tmp_path: pathlib.Path) -> None:
 
 
 @shaped
-def test_nothing_is_left_of_the_hosts(tmp_path: pathlib.Path) -> None:
+def test_hosts_are_removed_afterwards(tmp_path: pathlib.Path) -> None:
     with network.Network(2, Links(100, 100), tmp_path) as net:
         assert namespaces() == {*map(net.namespace_of, range(2))}
     assert not namespaces()
 
 
 def test_without_root_it_runs_on_loopback() -> None:
-    (found,) = bench.run(TINY, ["auto"], 1, None, "it needs root")
-    assert found.exact
-    assert found.median("storage_bytes") == 0  # not known
+    (result,) = bench.run(TINY, ["auto"], 1, None, "it needs root")
+    assert result.exact
+    assert result.median("storage_bytes") == 0  # not known
 
 
 def test_limits_are_what_the_links_allow() -> None:
@@ -58,14 +58,14 @@ def test_limits_are_what_the_links_allow() -> None:
     assert known["hosts_2"].limit() == known["hosts_4"].limit() == known["hosts_8"].limit()
 
 
-def test_what_a_user_would_say_of_the_links() -> None:
-    known = {scenario.name: scenario.gbps for scenario in scenarios()}
-    assert known["dense"] == (0.32, 1.6)
-    assert known["shared_link"] == (0.4, 0.4)
-    assert known["capped_storage"] == (0.08, 1.6)  # a host's part of the total
+def test_rates_are_those_of_one_host_while_all_are_busy() -> None:
+    rates = {scenario.name: scenario.gbps for scenario in scenarios()}
+    assert rates["dense"] == (0.32, 1.6)
+    assert rates["shared_link"] == (0.4, 0.4)
+    assert rates["capped_storage"] == (0.08, 1.6)  # a host's part of the total
 
 
 def namespaces() -> set[str]:
     folder = pathlib.Path("/var/run/netns")
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    return {name for name in found if name.startswith(network.PREFIX) and "-h" in name}
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return {name for name in names if name.startswith(network.PREFIX) and "-h" in name}

@@ -1,25 +1,19 @@
-"""What maintainers run: the matrix and the documents made from data."""
+"""The tests on every release: which combinations are run, and the table of their results."""
 
 from __future__ import annotations
 
 import itertools
+import pathlib
 from typing import Any
 
 import pytest
 
-from orbax_ext import version
-from tools import docs, matrix, releases
+from tools import matrix, releases
 
 pytestmark = pytest.mark.once
 
 GOOD = {"tests": 5, "failures": 0, "errors": 0, "skipped": 1, "seconds": 60}
 BAD = {**GOOD, "failures": 1, "errors": 1}
-
-
-def test_the_releases_are_those_that_the_package_supports() -> None:
-    assert releases.RELEASES[0] == version.OLDEST_ORBAX
-    assert releases.RELEASES[-1] == version.NEWEST_ORBAX
-    assert list(releases.RELEASES) == sorted(releases.RELEASES, key=version.numbers)
 
 
 def test_every_release_is_tested_with_the_jax_of_its_time_and_the_newest_ones() -> None:
@@ -40,13 +34,13 @@ def test_the_jax_of_a_release_is_the_newest_when_it_came_out(release: str, jax: 
     assert matrix.made_for(release) == jax
 
 
-def test_combinations_that_share_an_environment_come_together() -> None:
+def test_combinations_that_share_an_environment_are_adjacent() -> None:
     homes = [(cell.python, cell.jax) for cell in matrix.cells()]
     changes = sum(a != b for a, b in itertools.pairwise(homes))
     assert changes == len(set(homes)) - 1
 
 
-def test_pins_are_those_of_the_combination() -> None:
+def test_orbax_and_jax_are_pinned_to_the_combination() -> None:
     pins = matrix.pins(matrix.Cell("3.13", "0.12.0.1", "0.11.33"))
     assert {"orbax-checkpoint==0.11.33", "jax==0.12.0.1", "jaxlib==0.12.0.1"} <= set(pins)
     assert len([pin for pin in pins if pin.startswith(("orbax-checkpoint==", "jax==", "jaxlib=="))]) == 3
@@ -76,12 +70,11 @@ def test_the_table_has_a_row_for_each_release() -> None:
     assert rows[-1] == "| 0.12.8 | JAX 0.10.2: not run | the same | not run |"
 
 
-def test_text_between_markers_is_replaced_and_nothing_else() -> None:
-    text = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
-    assert docs.between_markers(text, "x", "new\\1") == "a\n<!-- x:begin -->\nnew\\1\n<!-- x:end -->\nb\n"
-
-
-@pytest.mark.parametrize("text", ["", "<!-- x:begin -->\n", "<!-- x:begin -->\n<!-- x:end -->\n" * 2])
-def test_missing_or_repeated_markers_are_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"once each"):
-        docs.between_markers(text, "x", "new")
+def test_results_count_only_for_the_sources_that_they_were_measured_with(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix.json")
+    cell = matrix.Cell("3.11", "0.9.0", "0.11.33")
+    matrix.save("digest", cell, GOOD)
+    assert matrix.load("digest") == {cell.key: GOOD}
+    assert matrix.load("another digest") == {}
