@@ -98,12 +98,11 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 # 2. Plan. Does any leaf travel? The answer, and later the plan, is the same on every process.
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
-                    travels = anything_travels(
-                        request.leaves, request.mesh_infos, self.options, processes=jax.process_count()
-                    )
-            if travels or request.concerns_all_processes:
+                    alone = not (self._anything_travels(request) or request.concerns_all_processes)
+                    if alone:
+                        self._plan(request, limit, recorder)
+            if not alone:
                 return await self._single_replica_deserialize_and_broadcast(request, limit, recorder)
-            self._plan(request, limit, recorder)
             with recorder.span("read"):
                 arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
             if self.options.verify:
@@ -118,7 +117,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             recorder.attach(session)
             # 3. Meet: compare requests, and agree on the memory limit that groups of leaves have to fit.
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
-            plan = self._plan(request, agreed, recorder)
+            with recorder.span("plan"):
+                plan = self._plan(request, agreed, recorder)
             with Pipeline(self, request, plan, recorder, self.options) as pipeline:
                 if plan.groups:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
@@ -148,17 +148,26 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     def _limits(self) -> Limits:
         return Limits(self.options.stall_timeout, self.options.timeout)
 
+    def _anything_travels(self, request: Request) -> bool:
+        return anything_travels(request.leaves, request.mesh_infos, self.options, processes=jax.process_count())
+
     def _plan(self, request: Request, limit: int, recorder: Recorder) -> RestorePlan:
-        with recorder.span("plan"):
-            plan = choose_plan(
-                request.leaves,
-                request.mesh_infos,
-                self.options,
-                processes=jax.process_count(),
-                group_bytes=group_bytes(limit),
-            )
+        plan = choose_plan(
+            request.leaves,
+            request.mesh_infos,
+            self.options,
+            processes=jax.process_count(),
+            group_bytes=group_bytes(limit),
+        )
         recorder.planned(len(request.leaves), request.mesh_infos, plan)
-        _log_direct(request, plan)
+        if plan.direct:
+            reasons = {request.leaves[index].name: reason for index, reason in plan.direct.items()}
+            logging.info(
+                "orbax_ext: %d of %d leaves are read directly: %s",
+                len(reasons),
+                len(request.leaves),
+                direct_reasons(reasons),
+            )
         return plan
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
@@ -181,14 +190,3 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         yield
     finally:
         _turn.give_back(loop)
-
-
-def _log_direct(request: Request, plan: RestorePlan) -> None:
-    if plan.direct:
-        reasons = {request.leaves[index].name: reason for index, reason in plan.direct.items()}
-        logging.info(
-            "orbax_ext: %d of %d leaves are read directly: %s",
-            len(reasons),
-            len(request.leaf_requests),
-            direct_reasons(reasons),
-        )
