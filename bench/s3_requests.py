@@ -12,9 +12,10 @@ import sys
 from typing import Any
 
 from orbax_ext import lab
-from tests.support import s3_server, world
+from orbax_ext.lab import handlers
+from tests.support import s3_server, states
 from tests.support.s3_proxy import FaultProxy, Request
-from tests.support.world import MeshSpec, P, Spec
+from tests.support.states import MeshSpec, P, Spec
 
 LEAVES = 32
 STATE = {f"layer_{number}": Spec((64, 64), "float32", P("tp")) for number in range(LEAVES)}
@@ -37,7 +38,7 @@ def prepare(path: str, processes: int, share_metadata: bool) -> None:
     s3.enable_s3(share_metadata=share_metadata)
     _manager = ocp.CheckpointManager(path)
     if _manager.latest_step() is None:
-        _manager.save(0, args=ocp.args.PyTreeSave(world.make_state(STATE, mesh(processes).make())))
+        _manager.save(0, args=ocp.args.PyTreeSave(states.make_state(STATE, mesh(processes).make())))
         _manager.wait_until_finished()
 
 
@@ -48,11 +49,11 @@ def restore(processes: int, how: str) -> list[str]:
     import orbax_ext
 
     made = mesh(processes).make()
-    abstract = world.abstract_state(STATE, made)
-    with world.handler(how, {"replica_axis": "dp"} if how == "ours" else {}):
+    abstract = states.abstract_state(STATE, made)
+    with handlers.registered(how, **({"replica_axis": "dp"} if how == "ours" else {})):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
-    return world.differences(restored, STATE, made)
+    return states.differences(restored, STATE, made)
 
 
 def count(processes: int, proxy: FaultProxy, verbose: bool) -> dict[str, list[Request]]:
@@ -64,7 +65,7 @@ def count(processes: int, proxy: FaultProxy, verbose: bool) -> dict[str, list[Re
         for way, (how, share_metadata) in WAYS.items():
             cluster.run(prepare, path, processes, share_metadata)
             proxy.requests.clear()
-            assert world.all_of(cluster.run(restore, processes, how)) == []
+            assert states.all_differences(cluster.run(restore, processes, how)) == []
             found[way] = list(proxy.requests)
             if verbose:
                 for line, times in sorted(collections.Counter(request.line for request in found[way]).items()):

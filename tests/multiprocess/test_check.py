@@ -19,8 +19,8 @@ from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.rehearsal import Request
 from orbax_ext.plan import MeshInfo
 from orbax_ext.plan.forecast import notation
-from tests.multiprocess.test_verification import damaging
-from tests.support import world
+from tests.support import states
+from tests.support.fault_injection import damaging
 
 pytestmark = pytest.mark.once
 
@@ -41,14 +41,14 @@ def test_a_checkpoint_that_restores_is_ok_and_measured(cluster: lab.Cluster, sav
         "dp": (False, True),
         "tp": (True, False),
     }
-    assert facts.leaves == facts.travelled == len(world.STATE)
+    assert facts.leaves == facts.travelled == len(states.STATE)
     read = sum(told.bytes_read for told in facts.told.values())
     assert facts.stored_bytes <= read < 1.1 * facts.stored_bytes
     assert all(verdict.read_rate(told) for told in facts.told.values())
     assert all(verdict.exchange_rate(told) for told in facts.told.values())
     assert verdict.changes(facts) == []
     shown = verdict.text(facts)
-    assert shown.splitlines()[-1].startswith(f"verdict: OK, {len(world.STATE)} leaves")
+    assert shown.splitlines()[-1].startswith(f"verdict: OK, {len(states.STATE)} leaves")
     assert "orbax-checkpoint" in shown
     assert facts.report
     assert all(line in shown for line in facts.report.splitlines())
@@ -166,7 +166,7 @@ def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
     assert done.stdout.count("verdict:") == 1
     assert done.stdout.startswith("check of ")  # what libraries print goes elsewhere
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"verdict: OK, {len(world.STATE)} leaves")
+    assert last.startswith(f"verdict: OK, {len(states.STATE)} leaves")
     assert "on 3 processes x 2 devices" in last
 
 
