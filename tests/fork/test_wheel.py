@@ -56,9 +56,7 @@ def test_the_record_lists_every_file_with_its_hash_and_size(release: str, wheel:
         assert (digest, size) == (f"sha256={sha256}", str(len(files[name])))
 
 
-def test_metadata_differs_from_the_release_only_in_version_summary_and_notice(
-    release: str, wheel: pathlib.Path
-) -> None:
+def test_metadata_differs_only_in_version_summary_and_notice(release: str, wheel: pathlib.Path) -> None:
     ours = email.message_from_bytes(contents(wheel)[info(release, "METADATA")])
     theirs = email.message_from_bytes(
         contents(releases.wheel(release))[f"orbax_checkpoint-{release}.dist-info/METADATA"]

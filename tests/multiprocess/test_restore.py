@@ -113,8 +113,9 @@ def _groups(cluster: lab.Cluster, saved: str, limit: int) -> int:
 def test_a_restore_is_exact_with_half_a_replica_on_each_process(half_cluster: lab.Cluster, path: str) -> None:
     mesh = MeshSpec((1, 2, 8), ("pp", "dp", "tp"))
     half_cluster.run(states.save, path, states.STATE, mesh)
-    found = half_cluster.run(states.restore, path, states.STATE, mesh, context="set_mesh", knobs={"replica_axis": "dp"})
-    assert states.all_differences(found) == []
+    knobs = {"replica_axis": "dp"}
+    by_process = half_cluster.run(states.restore, path, states.STATE, mesh, context="set_mesh", knobs=knobs)
+    assert states.all_differences(by_process) == []
 
 
 def test_memory_kinds_are_kept(cluster: lab.Cluster, path: str) -> None:

@@ -36,7 +36,7 @@ class Installation:
 
 
 def install(release: str, wheel: pathlib.Path) -> pathlib.Path:
-    """Installs a wheel in the environment of its release, made if there is none; returns the environment's Python."""
+    """Installs a wheel in the environment of its release, which is made once, and returns that environment's Python."""
     home = releases.ROOT / "build" / "fork" / release
     python = home / "bin" / "python"
     name = _CONSTRAINTS.get(release, "newest")
