@@ -127,10 +127,7 @@ def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: st
 def restore_strategies(
     path: str, knobs: dict[str, object], state: Mapping[str, Spec] = STATE, mesh: MeshSpec = MESH
 ) -> list[str]:
-    assert states.restore(path, state, mesh, knobs=knobs) == []
-    report = orbax_ext.last_report()
-    assert report is not None
-    return sorted(report.strategy.values())
+    return sorted(states.restore_exactly(path, knobs, state, mesh).strategy.values())
 
 
 def restore_with_rates(
@@ -180,9 +177,8 @@ def restore_and_count_metadata_reads(path: str) -> tuple[int, int]:
         return await read(*args, **kwargs)
 
     with mock.patch.object(ArrayMetadataStore, "read", read_and_count):
-        restore_strategies(path, {"strategy": "spread", "broadcast_memory_limit_bytes": 16 * MIB})
-    report = orbax_ext.last_report()
-    assert report is not None
+        knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": 16 * MIB}
+        report = states.restore_exactly(path, knobs, STATE, MESH)
     return count, report.groups
 
 

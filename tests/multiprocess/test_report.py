@@ -92,9 +92,7 @@ def _stored_bytes() -> int:
 
 
 def restore(path: str, knobs: dict[str, Any]) -> str:
-    publish(None)
-    assert states.restore(path, states.STATE, knobs=knobs) == []
-    return _last()
+    return states.restore_exactly(path, knobs).to_json()
 
 
 def restore_with_one_late(path: str, knobs: dict[str, Any]) -> str:
@@ -114,7 +112,9 @@ def restore_and_fail(path: str, knobs: dict[str, Any]) -> str:
         with fault_injection.on(0, fault_injection.read_error):
             states.restore(path, states.STATE, knobs=knobs)
     except orbax_ext.RestoreFailedError:
-        return _last()
+        report = orbax_ext.last_report()
+        assert report is not None
+        return report.to_json()
     raise AssertionError("the restore did not fail")
 
 
@@ -133,9 +133,3 @@ def restore_with_clocks_apart(path: str, knobs: dict[str, Any]) -> str:
 
 def _late_reads() -> contextlib.AbstractContextManager[None]:
     return fault_injection.on(LATE, lambda: fault_injection.slow_reads(3.0))
-
-
-def _last() -> str:
-    report = orbax_ext.last_report()
-    assert report is not None
-    return report.to_json()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import orbax.checkpoint as ocp
 import pytest
 
-import orbax_ext
 from orbax_ext import lab
 from orbax_ext.storage import counters
 from tests.support import states
@@ -71,14 +70,10 @@ def save_in_small_chunks(path: str) -> None:
 
 
 def restore_and_count_groups(path: str, knobs: dict[str, object]) -> int:
-    assert states.restore(path, STATE, MESH, knobs=knobs) == []
-    report = orbax_ext.last_report()
-    assert report is not None
-    return report.groups
+    return states.restore_exactly(path, knobs, STATE, MESH).groups
 
 
 def restore_and_count_bytes(path: str, limit: int) -> int:
     before = counters.bytes_read()
-    knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": limit}
-    assert states.restore(path, STATE, MESH, knobs=knobs) == []
+    states.restore_exactly(path, {"strategy": "spread", "broadcast_memory_limit_bytes": limit}, STATE, MESH)
     return counters.bytes_read() - before

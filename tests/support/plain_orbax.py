@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import orbax_ext
+from orbax_ext.report.report import publish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Comparison:
 def compare(restore: Callable[[], Any], knobs: Mapping[str, Any], ours: Callable[[], Any] | None = None) -> Comparison:
     """Restores with plain Orbax, then with orbax_ext registered or with `ours` if given, and compares the results."""
     plain_tree, plain_error = _outcome(restore)
+    publish(None)  # the report of an earlier restore would hide that orbax_ext was not used
     if ours is not None:
         our_tree, our_error = _outcome(ours)
     else:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
 from orbax_ext.lab import handlers
+from orbax_ext.report.report import RestoreReport, publish
 from orbax_ext.upstream.runtime import coordination_client
 
 P = PartitionSpec
@@ -178,6 +179,17 @@ def restore(
         # Wait in the caller's own mesh scope, as a trainer would: a broken array fails here.
         jax.block_until_ready(restored)
     return differences(restored, specs, made)
+
+
+def restore_exactly(
+    path: str, knobs: Mapping[str, Any], specs: Mapping[str, Spec] = STATE, mesh: MeshSpec = REPORTED_MESH
+) -> RestoreReport:
+    """Restores step 0 with orbax_ext, asserts that it is what was saved, and returns the report."""
+    publish(None)
+    assert restore(path, specs, mesh, knobs=knobs) == []
+    report = orbax_ext.last_report()
+    assert report is not None
+    return report
 
 
 def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
