@@ -17,9 +17,9 @@ from typing import Any
 
 from orbax_ext import lab
 from orbax_ext.lab import handlers
-from tests.support import s3_server, world
+from tests.support import s3_server, states
 from tests.support.s3_proxy import FaultProxy, Request
-from tests.support.world import MeshSpec, P, Spec
+from tests.support.states import MeshSpec, P, Spec
 from tools import markdown
 
 LEAVES = 32
@@ -58,7 +58,7 @@ def prepare(path: str, processes: int, share_metadata: bool) -> None:
     s3.enable_s3(share_metadata=share_metadata)
     _manager = ocp.CheckpointManager(path)
     if _manager.latest_step() is None:
-        _manager.save(0, args=ocp.args.PyTreeSave(world.make_state(STATE, mesh(processes).make())))
+        _manager.save(0, args=ocp.args.PyTreeSave(states.make_state(STATE, mesh(processes).make())))
         _manager.wait_until_finished()
 
 
@@ -70,11 +70,11 @@ def restore(processes: int, handler: str) -> list[str]:
     import orbax_ext
 
     made = mesh(processes).make()
-    abstract = world.abstract_state(STATE, made)
+    abstract = states.abstract_state(STATE, made)
     with handlers.registered(handler, **({"replica_axis": "dp"} if handler == "ours" else {})):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
-    return world.differences(restored, STATE, made)
+    return states.differences(restored, STATE, made)
 
 
 def count(processes: int, proxy: FaultProxy, verbose: bool) -> dict[str, list[Request]]:
@@ -86,7 +86,7 @@ def count(processes: int, proxy: FaultProxy, verbose: bool) -> dict[str, list[Re
         for name, (handler, share_metadata) in HANDLERS.items():
             cluster.run(prepare, path, processes, share_metadata)
             proxy.requests.clear()
-            assert world.all_of(cluster.run(restore, processes, handler)) == []
+            assert states.all_differences(cluster.run(restore, processes, handler)) == []
             requests[name] = list(proxy.requests)
             if verbose:
                 for line, times in sorted(collections.Counter(request.line for request in requests[name]).items()):

@@ -8,13 +8,13 @@ import pytest
 
 from tests.support import s3_proxy, s3_server
 
-# The programs of tests run once: to optimise them would take most of a test's time.
+# Most programs run once in a test, so that optimising them would take longer than running them.
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers (`pytest -n 2 --dist loadgroup`) take whole files, or a folder of files that share slow fixtures."""
+    """Groups tests by file for `pytest -n 2 --dist loadgroup`, or by folder where files share slow fixtures."""
     for item in items:
         file = item.path.relative_to(item.config.rootpath)
         group = file.parent if file.parent.name == "placement" else file
@@ -38,7 +38,7 @@ def _proxy(s3_port: int) -> Iterator[s3_proxy.FaultProxy]:
 
 @pytest.fixture
 def proxy(_proxy: s3_proxy.FaultProxy) -> Iterator[s3_proxy.FaultProxy]:
-    """A calm proxy in front of the S3 server."""
+    """A proxy in front of the S3 server, without faults."""
     _proxy.calm()
     yield _proxy
     _proxy.calm()
@@ -54,7 +54,7 @@ def bucket(s3_port: int) -> str:
 
 @pytest.fixture
 def s3(proxy: s3_proxy.FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """S3 enabled in this process, through the proxy; gives an s3:// directory that does not exist yet."""
+    """An s3:// directory that does not exist yet; S3 is enabled in this process, through the proxy."""
     from orbax_ext.storage import s3
 
     for name, value in s3_server.ENVIRONMENT.items():

@@ -19,52 +19,13 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import tensorstore as ts
 from etils import epath
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_ext.cli import exits, main
 from orbax_ext.storage import checkpoint, counters
 from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.checkpoint import arrays, metadata
 from orbax_ext.upstream.array_handler import array_context, array_store
-
-FORMATS = {
-    "zarr2 in OCDBT": (False, True),
-    "zarr2": (False, False),
-    "zarr3 in OCDBT": (True, True),
-    "zarr3": (True, False),
-}
-LARGE = 2 << 20  # bytes of the largest array, which can't be compressed
-
-
-def state() -> dict[str, Any]:
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
-    random = np.random.default_rng(0)
-
-    def put(array: Any, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(jnp.asarray(array), NamedSharding(mesh, spec))
-
-    return {
-        "params": {
-            "large": put(random.integers(0, 2**32, LARGE // 4, np.uint32).reshape(512, -1), PartitionSpec(None, "tp")),
-            "layers": [put(np.ones((8, 16), jnp.bfloat16), PartitionSpec(("dp", "tp")))],
-        },
-        "step": put(np.int32(7), PartitionSpec()),
-        "key": jax.random.key(0),
-        "table": np.arange(5),
-        "count": 3,
-        "name": "a string",
-        "nothing": None,
-    }
-
-
-def save(path: pathlib.Path | str, form: str = "zarr2 in OCDBT", steps: tuple[int, ...] = (0,)) -> None:
-    zarr3, in_database = FORMATS[form]
-    handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr3, use_ocdbt=in_database)
-    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=LARGE // 8), state())
-    with ocp.CheckpointManager(path, item_handlers=handler) as manager:
-        for step in steps:
-            manager.save(step, args=ocp.args.PyTreeSave(state(), save_args=chunked))
-        manager.wait_until_finished()
+from tests.support.checkpoints import FORMATS, LARGE, save
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +276,7 @@ def test_a_checkpoint_of_another_release_is_described(
     if not python:
         pytest.skip("ORBAX_EXT_OTHER_PYTHON names no interpreter of an environment with another Orbax")
     root = pathlib.Path(__file__).parents[2]
-    code = f"from tests.cli import test_inspect; test_inspect.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
+    code = f"from tests.support import checkpoints; checkpoints.save({str(tmp_path / 'run')!r}, steps=(1, 12))"
     env = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run([python, "-c", code], check=True, timeout=120, env=env, capture_output=True)
     theirs, ours = look(capsys, tmp_path / "run" / "12")["items"], look(capsys, saved / "12")["items"]

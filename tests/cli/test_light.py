@@ -11,7 +11,7 @@ import pytest
 
 from orbax_ext.cli import exits
 from tests.support import reports
-from tests.upstream.test_patching import installed
+from tests.support.installed_orbax import files_to_patch
 
 pytestmark = pytest.mark.once
 
@@ -64,7 +64,7 @@ def tmp(tmp_path: pathlib.Path) -> pathlib.Path:
     """A directory with a described model, a report, and Orbax's files that the patches change."""
     (tmp_path / "model.txt").write_text(MODEL)
     (tmp_path / "report.json").write_text(reports.make_report(4).to_json())
-    for path, data in installed().items():
+    for path, data in files_to_patch().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(data)
     return tmp_path

@@ -8,14 +8,14 @@ import pathlib
 import pytest
 
 from orbax_ext.cli import exits, main
-from tests.upstream.test_patching import installed
+from tests.support.installed_orbax import files_to_patch
 
 pytestmark = pytest.mark.once
 
 
 @pytest.fixture
 def tree(tmp_path: pathlib.Path) -> pathlib.Path:
-    for path, data in installed().items():
+    for path, data in files_to_patch().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(data)
     return tmp_path
@@ -61,7 +61,7 @@ def test_one_edited_file_keeps_all_files_untouched(
 ) -> None:
     if state == "patched":
         assert patch(tree) == exits.EXIT_OK
-    edited = tree / sorted(installed())[-1]
+    edited = tree / sorted(files_to_patch())[-1]
     edited.write_bytes(edited.read_bytes() + b"# ours\n")
     before = snapshot(tree)
     assert patch(tree, *how) == exits.EXIT_CANNOT_RUN
@@ -73,7 +73,7 @@ def test_one_edited_file_keeps_all_files_untouched(
 
 
 def test_a_half_patched_tree_is_refused(tree: pathlib.Path) -> None:
-    first = tree / sorted(installed())[0]
+    first = tree / sorted(files_to_patch())[0]
     original = first.read_bytes()
     assert patch(tree) == exits.EXIT_OK
     first.write_bytes(original)

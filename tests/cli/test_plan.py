@@ -9,7 +9,7 @@ import pytest
 
 from orbax_ext.cli import exits, main
 from orbax_ext.plan.forecast import forecast
-from tests.cli import test_inspect
+from tests.support import checkpoints
 
 pytestmark = pytest.mark.once
 
@@ -50,10 +50,10 @@ def test_a_described_model_is_planned(model: pathlib.Path, capsys: pytest.Captur
 def test_a_checkpoint_is_planned_with_the_specs_that_it_was_saved_with(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    test_inspect.save(tmp_path / "run")
+    checkpoints.save(tmp_path / "run")
     args = [tmp_path / "run", "--mesh", "dp=2,tp=4", "--processes", 2]
     found = plan(capsys, *args)
-    large = test_inspect.LARGE
+    large = checkpoints.LARGE
     assert large / 4 < found["bytes_per_device"] < large / 3  # P(None, tp)
     because = found["strategies"]["auto"]["because"]
     assert because["direct: it is a typed PRNG key"] == ["key"]

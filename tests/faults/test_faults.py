@@ -1,4 +1,4 @@
-"""Processes that fail, stop, die or disagree in the middle of a restore: every survivor ends, and names the culprit.
+"""Processes that fail, stop, die or disagree during a restore: every survivor ends and names the failed process.
 
 Each fault is also put to stock Orbax's single-replica handler, on a cluster of its own, for bench/results/faults.md.
 """
@@ -26,42 +26,46 @@ from orbax_ext import lab
 from orbax_ext.cli import main
 from tests.faults import scenarios, table
 from tests.faults.scenarios import OTHER, READER, STALL, Record
-from tests.support import damage
+from tests.support import file_damage, states
 
 HANGS_AFTER = 15.0  # seconds after which a stock restore counts as hanging, unless a healthy one is that slow here
-_STOCK_LIMIT = 900.0  # seconds for all that waits for a stock cluster
+_STOCK_LIMIT = 900.0  # seconds to wait for a stock cluster, and for its result
 SOAK = int(os.environ.get("ORBAX_EXT_SOAK", "200"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens, and what must come of it."""
+    """A fault and the result that every process must have."""
 
     name: str
     scenario: Callable[[str, str], Record]
-    expected: str  # on every process that lives and takes part
-    culprit: int | None  # whom the message names
+    expected: str  # outcome on every process that survives and restores
+    culprit: int | None  # the process that the message names
     damage: Callable[[str], None] | None = None
     dies: tuple[int, ...] = ()
     stopped: int | None = None
-    told: str = ""  # what else the message says
-    takes: float = 0.0  # seconds that it takes by design
+    message: str = ""  # a part of the message
+    seconds: float = 0.0  # that the fault takes by design
 
 
 FAULTS = [
     Fault(
-        "read error on the reader", scenarios.read_error, "RestoreFailedError", READER, told="OSError: the disk is gone"
+        "read error on the reader",
+        scenarios.read_error,
+        "RestoreFailedError",
+        READER,
+        message="OSError: the disk is gone",
     ),
-    Fault("corrupted chunk", scenarios.healthy, "RestoreFailedError", READER, damage.corrupt),
-    Fault("truncated file", scenarios.healthy, "RestoreFailedError", READER, damage.truncate),
-    Fault("missing file", scenarios.healthy, "RestoreFailedError", READER, damage.remove),
+    Fault("corrupted chunk", scenarios.healthy, "RestoreFailedError", READER, file_damage.corrupt),
+    Fault("truncated file", scenarios.healthy, "RestoreFailedError", READER, file_damage.truncate),
+    Fault("missing file", scenarios.healthy, "RestoreFailedError", READER, file_damage.remove),
     Fault(
         "permission denied on the reader",
         scenarios.permission_denied,
         "RestoreFailedError",
         READER,
-        damage.lock,
-        told="PERMISSION_DENIED",
+        file_damage.lock,
+        message="PERMISSION_DENIED",
     ),
     Fault("reader stopped past the limit", scenarios.reader_stopped, "RestoreTimeoutError", READER, stopped=READER),
     Fault(
@@ -69,7 +73,7 @@ FAULTS = [
         scenarios.reader_slow,
         "restored",
         None,
-        takes=len(scenarios.STATE) * STALL / 2,
+        seconds=len(scenarios.STATE) * STALL / 2,
     ),
     Fault("reader killed", scenarios.reader_killed, "RestoreTimeoutError", READER, dies=(READER,)),
     Fault("another process killed", scenarios.non_reader_killed, "RestoreTimeoutError", OTHER, dies=(OTHER,)),
@@ -89,31 +93,35 @@ FAULTS = [
     ),
     Fault("one process never calls restore", scenarios.never_calls, "RestoreTimeoutError", OTHER),
     Fault(
-        "one process asks for another tree", scenarios.another_tree, "PlanMismatchError", OTHER, told="has 'layer3' as"
+        "one process asks for another tree",
+        scenarios.another_tree,
+        "PlanMismatchError",
+        OTHER,
+        message="has 'layer3' as",
     ),
     Fault(
         "one process has other options",
         scenarios.other_options,
         "PlanMismatchError",
         OTHER,
-        told="primary_replica_id: most have 1, but",
+        message="primary_replica_id: most have 1, but",
     ),
     Fault(
         "exception in the exchange of one process",
         scenarios.exception_in_exchange,
         "RestoreFailedError",
         OTHER,
-        told="MemoryError",
+        message="MemoryError",
     ),
     Fault("KeyboardInterrupt on the reader", scenarios.interrupted, "RestoreFailedError", READER),
 ]
 
 
 class Arena:
-    """A cluster for orbax_ext, two that stock Orbax is put to the same faults on meanwhile, and the checkpoint."""
+    """A checkpoint, a cluster for orbax_ext, and two clusters where stock Orbax gets the same faults meanwhile."""
 
-    def __init__(self, place: pathlib.Path) -> None:
-        self.place = place
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory = directory
         self.ours = lab.Cluster(4, 2, timeout=120)
         self._idle: queue.SimpleQueue[lab.Cluster] = queue.SimpleQueue()
         self._stock = [lab.Cluster(4, 2, timeout=120) for _ in range(2)]
@@ -121,7 +129,7 @@ class Arena:
             self._idle.put(cluster)
         self._pool = futures.ThreadPoolExecutor(len(self._stock))
         self._rows: list[tuple[str, str, futures.Future[str] | None]] = []
-        self.saved = str(place / "saved")
+        self.saved = str(directory / "saved")
         self.ours.run(scenarios.save, self.saved)
         self.ours.run(scenarios.healthy, self.saved, "ours")
         self.healthy_seconds = max(r.seconds for r in self.ours.run(scenarios.healthy, self.saved, "ours"))
@@ -130,41 +138,41 @@ class Arena:
     def copy(self, change: Callable[[str], None] | None) -> str:
         if change is None:
             return self.saved
-        path = tempfile.mkdtemp(dir=self.place)
+        path = tempfile.mkdtemp(dir=self.directory)
         shutil.rmtree(path)
         shutil.copytree(self.saved, path)
         change(path)
         return path
 
     def run(self, fault: Fault, path: str) -> list[lab.Outcome]:
-        """The outcomes of ours; those of stock Orbax are waited for at the end."""
-        theirs = self._pool.submit(self._put_to_stock, fault, path)
-        mine = self.ours.submit(fault.scenario, path, "ours")
+        """Returns the outcomes of our restore. `rows` waits for those of stock Orbax."""
+        stock = self._pool.submit(self._run_stock, fault, path)
+        run = self.ours.submit(fault.scenario, path, "ours")
         if fault.stopped is not None:
             threading.Thread(target=self._wake_later, args=(fault.stopped, path), daemon=True).start()
-        outcomes = mine.outcomes()
-        self._rows.append((fault.name, table.summary(outcomes), theirs))
+        outcomes = run.outcomes()
+        self._rows.append((fault.name, table.summary(outcomes), stock))
         return outcomes
 
     def _wake_later(self, rank: int, path: str) -> None:
-        """Wakes a stopped process when the others have ended, or should have long ago."""
+        """Wakes a stopped process when the others have ended, or when the time for that is over."""
         marks = [scenarios.end_mark(path, "ours", other) for other in range(4) if other != rank]
         deadline = time.monotonic() + self.patience + STALL + 14
         while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.ours.signal(rank, signal.SIGCONT)
 
-    def told_of(self, outcome: lab.Outcome) -> str:
-        """An outcome of ours, with the end of that process's log."""
+    def describe(self, outcome: lab.Outcome) -> str:
+        """Returns an outcome of our restore, with the end of that process's log."""
         return "\n".join([str(outcome), *self.ours.log(outcome.rank).splitlines()[-60:]])
 
-    def note(self, fault: str, ours: str) -> None:
+    def add_row(self, fault: str, ours: str) -> None:
         self._rows.append((fault, ours, None))
 
     def rows(self) -> list[table.Row]:
         return [
-            table.Row(fault, "-" if theirs is None else theirs.result(_STOCK_LIMIT), ours)
-            for fault, ours, theirs in self._rows
+            table.Row(fault, "-" if stock is None else stock.result(_STOCK_LIMIT), ours)
+            for fault, ours, stock in self._rows
         ]
 
     def close(self) -> None:
@@ -172,20 +180,20 @@ class Arena:
         for cluster in (self.ours, *self._stock):
             cluster.close()
 
-    def _put_to_stock(self, fault: Fault, path: str) -> str:
+    def _run_stock(self, fault: Fault, path: str) -> str:
         cluster = self._idle.get(timeout=_STOCK_LIMIT)
         try:
-            return table.summary(cluster.submit(fault.scenario, path, "stock").outcomes(self.patience + fault.takes))
+            return table.summary(cluster.submit(fault.scenario, path, "stock").outcomes(self.patience + fault.seconds))
         finally:
             self._idle.put(cluster)
 
 
 @pytest.fixture(scope="module")
 def arena(pytestconfig: pytest.Config) -> Iterator[Arena]:
-    # Not in pytest's own directory, which only its owner may enter.
-    with tempfile.TemporaryDirectory(prefix="orbax_ext_faults_") as place:
-        os.chmod(place, 0o755)
-        running = Arena(pathlib.Path(place))
+    # Not in pytest's own directory: only its owner may enter that, and one fault reads as another user.
+    with tempfile.TemporaryDirectory(prefix="orbax_ext_faults_") as directory:
+        os.chmod(directory, 0o755)
+        running = Arena(pathlib.Path(directory))
         try:
             yield running
             rows = running.rows()
@@ -200,18 +208,18 @@ def arena(pytestconfig: pytest.Config) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_survivor_ends_in_time_and_names_the_culprit(arena: Arena, fault: Fault) -> None:
+def test_every_survivor_ends_in_time_and_names_the_failed_process(arena: Arena, fault: Fault) -> None:
     outcomes = arena.run(fault, arena.copy(fault.damage))
     for outcome in outcomes:
         if outcome.rank in fault.dies:
             assert outcome.state == "died", str(outcome)
             continue
-        assert outcome.ok, arena.told_of(outcome)
+        assert outcome.ok, arena.describe(outcome)
         record = outcome.value
         if record.outcome == "not called" or (fault.name.startswith("Keyboard") and outcome.rank == READER):
             continue
         assert record.outcome == fault.expected, record.message
-        assert fault.told in record.message
+        assert fault.message in record.message
         if fault.culprit is not None:
             assert re.search(rf"process {fault.culprit}\b", record.message), record.message
             if outcome.rank != fault.stopped:
@@ -220,7 +228,7 @@ def test_every_survivor_ends_in_time_and_names_the_culprit(arena: Arena, fault: 
         _next_restore_works(arena)
 
 
-def test_a_process_that_restores_once_more_than_the_others_is_told_who_is_missing(arena: Arena) -> None:
+def test_a_process_that_restores_once_more_than_the_others_names_the_missing_ones(arena: Arena) -> None:
     outcomes = arena.run(Fault("one process calls it twice", scenarios.calls_twice, "", None), arena.saved)
     records = [outcome.value for outcome in outcomes]
     assert [record.outcome for record in records] == ["restored", "restored", "RestoreTimeoutError", "restored"]
@@ -228,20 +236,20 @@ def test_a_process_that_restores_once_more_than_the_others_is_told_who_is_missin
     _next_restore_works(arena)
 
 
-def test_jax_itself_ends_the_job_when_process_0_dies(arena: Arena) -> None:
+def test_jax_ends_the_job_when_process_0_dies(arena: Arena) -> None:
     fault = Fault("process 0 killed, and the coordination service with it", scenarios.process_0_killed, "", 0)
     outcomes = arena.run(fault, arena.saved)
     assert outcomes[0].state == "died"
     assert all(outcome.state == "died" or "Restore" in outcome.value.outcome for outcome in outcomes[1:])
 
 
-def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) -> None:
-    path = str(arena.place / "plain files")
+def test_verify_finds_a_chunk_with_the_content_of_another(arena: Arena) -> None:
+    path = str(arena.directory / "plain files")
     arena.ours.run(scenarios.save, path, ocdbt=False)
     assert main.main(["verify", "--write", path]) == 0
     fault = Fault("chunk with the content of another, verify=True", scenarios.verified, "RestoreFailedError", READER)
     assert {record.outcome for record in arena.ours.run(scenarios.verified, path, "ours")} == {"restored"}
-    damage.mix_up_chunks(path)
+    file_damage.mix_up_chunks(path)
     for outcome in arena.run(fault, path):
         assert outcome.value.outcome == "RestoreFailedError"
         assert "leaf 'layer3', box [:, :]: digest" in outcome.value.message
@@ -250,21 +258,20 @@ def test_a_chunk_with_the_content_of_another_is_found_by_verify(arena: Arena) ->
 
 
 def test_restores_with_random_faults_leave_memory_and_coordination_keys_flat(arena: Arena) -> None:
-    chance = random.Random(20240229)
-    path = str(arena.place / "soak")
+    generator = random.Random(20240229)
+    path = str(arena.directory / "soak")
     arena.ours.run(scenarios.save_soak, path)
-    plan = [(chance.choice(scenarios.SOAK_FAULTS), chance.randrange(4)) for _ in range(SOAK)]
+    plan = [(generator.choice(scenarios.SOAK_FAULTS), generator.randrange(4)) for _ in range(SOAK)]
     batches = [plan[start : start + SOAK // 4] for start in range(0, SOAK, SOAK // 4)]
     megabytes = []
     for batch in batches:
         by_process = arena.ours.run(scenarios.soak, path, batch, timeout=60 + 15 * len(batch))
         for number, (fault, rank) in enumerate(batch):
-            records = [records[number] for records in by_process]
-            _check_soak(fault, rank, records)
-        assert arena.ours.run(scenarios.coordination_keys)[0] == []
+            _check_soak(fault, rank, [records[number] for records in by_process])
+        assert arena.ours.run(states.coordination_keys)[0] == []
         megabytes.append([records[-1].megabytes for records in by_process])
     growth = max(after - before for before, after in zip(megabytes[0], megabytes[-1], strict=True))
-    arena.note(f"{SOAK} restores with random faults", f"as expected each time; memory +{growth:.0f} MB, no key left")
+    arena.add_row(f"{SOAK} restores with random faults", f"as expected each time; memory +{growth:.0f} MB, no key left")
     assert growth < 60, megabytes
 
 

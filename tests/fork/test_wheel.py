@@ -1,4 +1,4 @@
-"""The fork's wheel: all of the release but what the patches change, and it says what it is."""
+"""The fork's wheel differs from the release only where patches change it, and says so."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_the_record_lists_every_file_with_its_hash_and_size(release: str, wheel:
     assert rows.pop(info(release, "RECORD")) == ("", "")
     assert rows.keys() == files.keys() - {info(release, "RECORD")}
     for name, (digest, size) in rows.items():
-        found = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).decode().rstrip("=")
-        assert (digest, size) == (f"sha256={found}", str(len(files[name])))
+        sha256 = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).decode().rstrip("=")
+        assert (digest, size) == (f"sha256={sha256}", str(len(files[name])))
 
 
-def test_metadata_is_the_release_s_but_for_version_summary_and_notice(release: str, wheel: pathlib.Path) -> None:
+def test_metadata_differs_only_in_version_summary_and_notice(release: str, wheel: pathlib.Path) -> None:
     ours = email.message_from_bytes(contents(wheel)[info(release, "METADATA")])
     theirs = email.message_from_bytes(
         contents(releases.wheel(release))[f"orbax_checkpoint-{release}.dist-info/METADATA"]
@@ -71,7 +71,7 @@ def test_metadata_is_the_release_s_but_for_version_summary_and_notice(release: s
     assert ours.get_payload() == theirs.get_payload()
 
 
-def test_the_licence_is_kept_and_the_changes_are_told(release: str, wheel: pathlib.Path) -> None:
+def test_the_licence_is_kept_and_the_notice_lists_the_changes(release: str, wheel: pathlib.Path) -> None:
     files = contents(wheel)
     theirs = contents(releases.wheel(release))[f"orbax_checkpoint-{release}.dist-info/licenses/LICENSE"]
     assert files[info(release, "licenses/LICENSE")] == theirs

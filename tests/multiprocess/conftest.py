@@ -8,59 +8,56 @@ from collections.abc import Iterator
 import pytest
 
 from orbax_ext import lab
-from tests.support import late_reader, world
+from tests.support import late_reader, states
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What mostly waits is looked at last; `_begin_what_waits` has begun it first."""
-    items.sort(key=_mostly_waits)
+    """Moves tests of a late reader to the end; `_begin_late_restores` starts their restores first."""
+    items.sort(key=lambda item: bool(_late_restores(item)))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _begin_what_waits(request: pytest.FixtureRequest) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # another worker has something to do meanwhile
+def _begin_late_restores(request: pytest.FixtureRequest) -> None:
+    """Starts the restores that mostly wait, so that other tests run meanwhile."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # another worker runs tests meanwhile
         return
-    for name in sorted({name for item in request.session.items for name in _waits(item)}):
+    for name in sorted({name for item in request.session.items for name in _late_restores(item)}):
         request.getfixturevalue(name)
 
 
-def _mostly_waits(item: pytest.Item) -> bool:
-    return bool(_waits(item))
-
-
-def _waits(item: pytest.Item) -> set[str]:
+def _late_restores(item: pytest.Item) -> set[str]:
     return {"stock_late_restore", "our_late_restore"} & set(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
 def stock_late_restore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Run]:
-    """Stock Orbax's restore with a late reader, under way on a cluster of its own."""
+    """A running restore by stock Orbax with a late reader, on a cluster of its own."""
     with lab.Cluster(4, 4) as running:
         yield _begin_late_restore(running, str(tmp_path_factory.mktemp("late")), "stock")
 
 
 @pytest.fixture(scope="session")
 def our_late_restore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Run]:
-    """The same with orbax_ext."""
+    """A running restore by orbax_ext with a late reader, on a cluster of its own."""
     with lab.Cluster(4, 4) as running:
         yield _begin_late_restore(running, str(tmp_path_factory.mktemp("late")), "ours")
 
 
-def _begin_late_restore(running: lab.Cluster, path: str, how: str) -> lab.Run:
-    running.run(world.save, f"{path}/checkpoint", world.STATE, late_reader.MESH)
-    return running.submit(late_reader.restore, f"{path}/checkpoint", how)
+def _begin_late_restore(running: lab.Cluster, path: str, implementation: str) -> lab.Run:
+    running.run(states.save, f"{path}/checkpoint", states.STATE, late_reader.MESH)
+    return running.submit(late_reader.restore, f"{path}/checkpoint", implementation)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[lab.Cluster]:
-    """The reporter's topology: 4 processes x 8 devices."""
+    """The topology of google/orbax #3184: 4 processes x 8 devices."""
     with lab.Cluster(processes=4, devices=8) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def small_cluster() -> Iterator[lab.Cluster]:
-    """4 processes x 2 devices, for what does not need more."""
+    """4 processes x 2 devices, for tests that do not need more."""
     with lab.Cluster(processes=4, devices=2) as running:
         yield running
 
@@ -74,9 +71,9 @@ def half_cluster() -> Iterator[lab.Cluster]:
 
 @pytest.fixture(scope="session")
 def saved(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of `world.STATE`, saved once by plain Orbax. Nothing may write to it."""
+    """A checkpoint of `states.STATE`, saved once by plain Orbax. No test may write to it."""
     path = str(tmp_path_factory.mktemp("saved") / "checkpoint")
-    cluster.run(world.save, path, world.STATE)
+    cluster.run(states.save, path, states.STATE)
     return path
 
 

@@ -19,8 +19,8 @@ from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
 from orbax_ext.plan.forecast import notation
-from tests.multiprocess.test_verification import damaging
-from tests.support import world
+from tests.support import states
+from tests.support.fault_injection import damaging
 
 pytestmark = pytest.mark.once
 
@@ -41,13 +41,13 @@ def test_a_checkpoint_that_restores_is_ok_and_measured(cluster: lab.Cluster, sav
         "dp": (False, True),
         "tp": (True, False),
     }
-    assert result.leaves == result.travelled == len(world.STATE)
+    assert result.leaves == result.travelled == len(states.STATE)
     assert result.stored_bytes <= result.bytes_read < 1.1 * result.stored_bytes
     assert all(process.read_rate for process in result.processes.values())
     assert all(process.exchange_rate for process in result.processes.values())
     assert verdict.changes(result) == []
     shown = verdict.text(result)
-    assert shown.splitlines()[-1].startswith(f"verdict: OK, {len(world.STATE)} leaves")
+    assert shown.splitlines()[-1].startswith(f"verdict: OK, {len(states.STATE)} leaves")
     assert "orbax-checkpoint" in shown
     assert result.report
     assert all(line in shown for line in result.report.splitlines())
@@ -138,7 +138,7 @@ def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
     assert done.stdout.count("verdict:") == 1
     assert done.stdout.startswith("check of ")  # libraries print to standard error
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"verdict: OK, {len(world.STATE)} leaves")
+    assert last.startswith(f"verdict: OK, {len(states.STATE)} leaves")
     assert "on 3 processes x 2 devices" in last
 
 

@@ -1,4 +1,4 @@
-"""The newest step that can be restored, with all processes deciding alike; errors that all share."""
+"""All processes choose the same newest valid step, and one process's error is raised by all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.request import make_request
-from orbax_ext.upstream.runtime import coordination_client
-from tests.support import world
-from tests.support.world import MeshSpec, Spec
+from tests.support import fault_injection, states
+from tests.support.states import MeshSpec, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 KNOBS = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
@@ -34,29 +33,29 @@ def steps(team: lab.Cluster, path: str) -> str:
     return path
 
 
-def test_the_newest_step_is_taken_when_it_is_fine(team: lab.Cluster, steps: str) -> None:
+def test_the_newest_step_is_taken_when_it_is_valid(team: lab.Cluster, steps: str) -> None:
     assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
 
 
-def test_steps_that_only_the_reader_can_tell_are_bad_are_skipped_by_all(team: lab.Cluster, steps: str) -> None:
+def test_a_step_that_only_the_reader_finds_damaged_is_skipped_by_all(team: lab.Cluster, steps: str) -> None:
     for data in pathlib.Path(steps, "3").rglob("d/*"):
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    for step, skipped, found in team.run(restore_latest, steps):
-        assert (step, found) == (2, [])
+    for step, skipped, differences in team.run(restore_latest, steps):
+        assert (step, differences) == (2, [])
         assert list(skipped) == [3]
         assert "process 0 (" in skipped[3]
 
 
 def test_a_step_that_one_process_lacks_is_skipped_by_all(team: lab.Cluster, steps: str) -> None:
-    for step, skipped, found in team.run(restore_latest, steps, lacking={2: 3}):
-        assert (step, found) == (2, [])
+    for step, skipped, differences in team.run(restore_latest, steps, lacking={2: 3}):
+        assert (step, differences) == (2, [])
         assert "process 2 (" in skipped[3]
         assert "FileNotFoundError" in skipped[3]
-    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4  # no stale note is found
-    assert team.run(world_keys) == [[]] * 4
+    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4  # no message of the failed restore is left
+    assert team.run(states.coordination_keys) == [[]] * 4
 
 
-def test_when_no_step_is_valid_the_error_names_them_all(team: lab.Cluster, steps: str) -> None:
+def test_the_error_names_all_steps_when_none_is_valid(team: lab.Cluster, steps: str) -> None:
     for step in ("1", "2", "3"):
         shutil.rmtree(pathlib.Path(steps, step, "default", "d"))
         shutil.rmtree(pathlib.Path(steps, step, "default", "ocdbt.process_0"), ignore_errors=True)
@@ -67,7 +66,7 @@ def test_when_no_step_is_valid_the_error_names_them_all(team: lab.Cluster, steps
     assert all(f"step {step}: restore failed on" in text for step in (1, 2, 3))
 
 
-def test_a_failure_of_one_process_before_the_first_meeting_is_everybodys(team: lab.Cluster, steps: str) -> None:
+def test_a_failure_before_the_first_meeting_is_raised_by_all(team: lab.Cluster, steps: str) -> None:
     outcomes = team.outcomes(fail_to_describe, steps, 3)
     for outcome in outcomes:
         assert "RestoreFailedError" in str(outcome)
@@ -75,7 +74,7 @@ def test_a_failure_of_one_process_before_the_first_meeting_is_everybodys(team: l
         assert "in phase 'describe': OSError: no metadata here" in str(outcome)
 
 
-def test_differing_trees_are_refused_with_the_leaf_that_differs(team: lab.Cluster, steps: str) -> None:
+def test_different_trees_are_refused_and_the_leaf_is_named(team: lab.Cluster, steps: str) -> None:
     for outcome in team.outcomes(restore_another_tree, steps, 2):
         assert "PlanMismatchError" in str(outcome)
         assert "process 2 (" in str(outcome)
@@ -83,7 +82,7 @@ def test_differing_trees_are_refused_with_the_leaf_that_differs(team: lab.Cluste
     assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
 
 
-def test_a_failing_exchange_is_everybodys_and_the_next_restore_works(team: lab.Cluster, steps: str) -> None:
+def test_a_failed_exchange_is_raised_by_all_and_the_next_restore_works(team: lab.Cluster, steps: str) -> None:
     for rank in (0, 1):
         for outcome in team.outcomes(fail_in_exchange, steps, rank):
             assert "RestoreFailedError" in str(outcome)
@@ -96,7 +95,7 @@ def test_a_failing_exchange_is_everybodys_and_the_next_restore_works(team: lab.C
 
 
 def save_steps(path: str, steps: list[int]) -> None:
-    state = world.make_state(world.STATE, MESH.make())
+    state = states.make_state(states.STATE, MESH.make())
     with ocp.CheckpointManager(path) as manager:
         for step in steps:
             manager.save(step, args=ocp.args.PyTreeSave(state))
@@ -104,7 +103,7 @@ def save_steps(path: str, steps: list[int]) -> None:
 
 
 def restore_latest(path: str, lacking: dict[int, int] | None = None) -> tuple[int, Any, list[str]]:
-    """`lacking` maps a process to the step that is not on its disk."""
+    """Restores the newest valid step. `lacking` maps a process to the step that is missing on its disk."""
     mesh = MESH.make()
     missing = (lacking or {}).get(jax.process_index())
     with orbax_ext.registered(**KNOBS), ocp.CheckpointManager(path) as manager:
@@ -116,12 +115,12 @@ def restore_latest(path: str, lacking: dict[int, int] | None = None) -> tuple[in
             return original(step, *args, **kwargs)
 
         manager.restore = restore
-        found = orbax_ext.restore_latest_valid(manager, restore_args(world.STATE), stall_timeout=30)
-    return found.step, dict(found.skipped), world.differences(found.state, world.STATE, mesh)
+        latest = orbax_ext.restore_latest_valid(manager, restore_args(states.STATE), stall_timeout=30)
+    return latest.step, dict(latest.skipped), states.differences(latest.state, states.STATE, mesh)
 
 
 def restore_args(specs: dict[str, Spec]) -> Any:
-    abstract = world.abstract_state(specs, MESH.make())
+    abstract = states.abstract_state(specs, MESH.make())
     return ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract, strict=False))
 
 
@@ -136,34 +135,15 @@ def fail_to_describe(path: str, rank: int) -> None:
 
 
 def restore_another_tree(path: str, rank: int) -> None:
-    specs = {**world.STATE, "bias": Spec((12,), "float32")} if jax.process_index() == rank else world.STATE
+    specs = {**states.STATE, "bias": Spec((12,), "float32")} if jax.process_index() == rank else states.STATE
     restore_latest_step(path, specs)
 
 
 def fail_in_exchange(path: str, rank: int) -> None:
-    from orbax_ext.transfer.collectives import Exchange
-
-    original = Exchange._start
-    calls = 0
-
-    def start(self: Exchange, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if jax.process_index() == rank and calls == 2:  # the first opens the communicator
-            raise MemoryError("no room")
-        return original(self, *args)
-
-    Exchange._start = start  # type: ignore[method-assign, assignment]
-    try:
+    with fault_injection.on(rank, lambda: fault_injection.exception_in_exchange("ours")):
         restore_latest_step(path)
-    finally:
-        Exchange._start = original  # type: ignore[method-assign]
 
 
-def restore_latest_step(path: str, specs: dict[str, Spec] = world.STATE) -> None:
+def restore_latest_step(path: str, specs: dict[str, Spec] = states.STATE) -> None:
     with orbax_ext.registered(**KNOBS), ocp.CheckpointManager(path) as manager:
         manager.restore(3, args=restore_args(specs))
-
-
-def world_keys() -> list[str]:
-    return [key for key, _ in coordination_client().key_value_dir_get("orbax_ext/")]

@@ -1,7 +1,7 @@
-"""Any restore that plain Orbax can do, orbax_ext does alike, bit for bit.
+"""Every restore that plain Orbax can do, orbax_ext does too, with the same bits.
 
-Hypothesis draws the whole of it. `make test` tries 25 examples, the same every time; `make test-property` tries as many
-new ones as ORBAX_EXT_EXAMPLES says. A failure shrinks to a `Recipe(...)` that can be pasted, see `recipes.check`.
+Hypothesis draws whole restores. `make test` tries 25 examples, the same every time; `make test-property` tries as many
+new ones as ORBAX_EXT_EXAMPLES says. A failure shrinks to a `Recipe(...)` to paste into `restore_recipes.check`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 from hypothesis import strategies as st
 
 from orbax_ext import lab, options
-from tests.support import plain, recipes
-from tests.support.recipes import LeafRecipe, MeshRecipe, Recipe
+from tests.support import plain_orbax, restore_recipes, states
+from tests.support.restore_recipes import LeafRecipe, MeshRecipe, Recipe
 
 EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
-# Of "direct" there is little to find out, and the rest matters more.
+# "direct" is drawn less often: it does the least.
 STRATEGIES = [name for name in typing.get_args(options.Strategy) for _ in range(1 if name == "direct" else 4)]
-SHAPES_OF_MESHES = [  # of 8 devices
+MESH_SIZES = [  # of 8 devices
     (8,),
     (2, 4),
     (4, 2),
@@ -46,7 +46,7 @@ meshes = st.builds(
         tuple(sorted(explicit & set(("dp", "tp", "pp")[: len(sizes)]))),
         backwards,
     ),
-    st.sampled_from(SHAPES_OF_MESHES),
+    st.sampled_from(MESH_SIZES),
     st.sets(st.sampled_from(["dp", "tp", "pp"])),
     st.booleans(),
 )
@@ -54,14 +54,14 @@ meshes = st.builds(
 
 @st.composite
 def specs(draw: st.DrawFn, axes: tuple[str, ...], ndim: int) -> tuple[tuple[str, ...], ...]:
-    """For each dimension some of the axes; none is used twice."""
-    where = {axis: draw(st.integers(-1, ndim - 1)) for axis in draw(st.permutations(axes))} if ndim else {}
-    return tuple(tuple(axis for axis, at in where.items() if at == dim) for dim in range(ndim))
+    """Draws some of the axes for each dimension; no axis is used twice."""
+    dim_of = {axis: draw(st.integers(-1, ndim - 1)) for axis in draw(st.permutations(axes))} if ndim else {}
+    return tuple(tuple(axis for axis, its_dim in dim_of.items() if its_dim == dim) for dim in range(ndim))
 
 
 @st.composite
 def leaves(draw: st.DrawFn, saved_mesh: MeshRecipe, wanted_mesh: MeshRecipe, replicated: set[str]) -> LeafRecipe:
-    """A leaf; now and then one that is sharded over an axis that the tree is otherwise replicated over."""
+    """Draws a leaf; one of eight may be sharded over an axis that the other leaves are replicated over."""
     ndim = draw(st.integers(0, 3))
     usual = tuple(axis for axis in wanted_mesh.names if axis not in replicated)
     axes = wanted_mesh.names if draw(st.integers(0, 7)) == 7 else usual
@@ -79,14 +79,14 @@ def leaves(draw: st.DrawFn, saved_mesh: MeshRecipe, wanted_mesh: MeshRecipe, rep
 
 @st.composite
 def knobs(draw: st.DrawFn, mesh: MeshRecipe, replicated: set[str]) -> dict[str, object]:
-    found: dict[str, object] = {"strategy": draw(st.sampled_from(STRATEGIES))}
+    drawn: dict[str, object] = {"strategy": draw(st.sampled_from(STRATEGIES))}
     if draw(st.booleans()):
         axes = sorted(replicated) or [draw(st.sampled_from(mesh.names))]
-        found["replica_axis"] = axes if len(axes) > 1 else axes[0]
-        found["primary_replica_id"] = draw(st.integers(0, _parts(mesh, tuple(axes)) - 1))
+        drawn["replica_axis"] = axes if len(axes) > 1 else axes[0]
+        drawn["primary_replica_id"] = draw(st.integers(0, _parts(mesh, tuple(axes)) - 1))
     if draw(st.booleans()):
-        found["broadcast_memory_limit_bytes"] = draw(st.sampled_from([1, 50, 1000, 1 << 20]))
-    return found
+        drawn["broadcast_memory_limit_bytes"] = draw(st.sampled_from([1, 50, 1000, 1 << 20]))
+    return drawn
 
 
 @st.composite
@@ -130,15 +130,13 @@ def test_any_restore_is_what_plain_orbax_restores(
     small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory, recipe: Recipe
 ) -> None:
     path = pathlib.Path(tmp_path_factory.getbasetemp()) / f"property{next(_numbers)}"
-    found = small_cluster.run(recipes.check, str(path), recipe, timeout=60)
+    comparisons = small_cluster.run(restore_recipes.check, str(path), recipe, timeout=60)
+    first = comparisons[0]
     try:
-        plain.agreed(found)
+        plain_orbax.assert_same(comparisons)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{found[0].messages}\nrecipe = {recipe!r}") from None
-    plain_error, _ = found[0].errors
-    how = f"refused by both: {found[0].messages[0][:60]}" if plain_error else ", ".join(_ways(found[0].strategy))
-    hypothesis.event(f"{recipe.knobs['strategy']}: {how}")
-
-
-def _ways(strategy: dict[str, str]) -> list[str]:
-    return sorted({how.split(":")[0] for how in strategy.values()}) or ["direct"]
+        raise AssertionError(f"{error}\n{first.messages}\nrecipe = {recipe!r}") from None
+    plain_error, _ = first.errors
+    strategies = sorted(set(states.strategy_names(first.strategy.values()))) or ["direct"]
+    result = f"refused by both: {first.messages[0][:60]}" if plain_error else ", ".join(strategies)
+    hypothesis.event(f"{recipe.knobs['strategy']}: {result}")

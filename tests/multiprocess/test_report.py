@@ -1,11 +1,11 @@
-"""Reports of restores by several processes: what process 0 learns of the others, who waited for whom, who prints."""
+"""Reports of restores by several processes: process 0 has all members, waits name the late process, one prints."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -13,35 +13,33 @@ import pytest
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.meeting import session
-from orbax_ext.report import recorder, timeline
+from orbax_ext.report import progress, recorder, timeline
 from orbax_ext.report.report import RestoreReport, publish
-from tests.support import world
+from tests.support import fault_injection, states
 
-LATE = 2  # the process that reads late, where one does
+LATE = 2  # the process that reads late in some tests
 KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 4 << 20}
 
 
 @pytest.mark.parametrize("strategy", ["single", pytest.param("spread", marks=pytest.mark.core)])
-def test_process_0_has_a_report_of_all_and_the_others_of_themselves(
-    cluster: lab.Cluster, saved: str, strategy: str
-) -> None:
-    found = [RestoreReport.from_json(text) for text in cluster.run(restore, saved, {**KNOBS, "strategy": strategy})]
-    assert [sorted(each.members) for each in found] == [[0, 1, 2, 3], [1], [2], [3]]
-    assert all(each.missing == [] for each in found)
-    whole = found[0]
+def test_process_0_reports_on_all_and_the_others_on_themselves(cluster: lab.Cluster, saved: str, strategy: str) -> None:
+    reports = [RestoreReport.from_json(text) for text in cluster.run(restore, saved, {**KNOBS, "strategy": strategy})]
+    assert [sorted(report.members) for report in reports] == [[0, 1, 2, 3], [1], [2], [3]]
+    assert all(report.missing == [] for report in reports)
+    whole = reports[0]
     readers = [process for process, member in whole.members.items() if member.bytes_read]
     assert readers == ([0] if strategy == "single" else [0, 1, 2, 3])
     stored = _stored_bytes()
     assert sum(member.bytes_read for member in whole.members.values()) == pytest.approx(stored, rel=0.05)
     assert sum(m.bytes_sent for m in whole.members.values()) == sum(m.bytes_received for m in whole.members.values())
-    assert set(whole.strategy) == set(world.STATE)
+    assert set(whole.strategy) == set(states.STATE)
     for process, member in whole.members.items():
         assert member.host
         assert {"describe", "plan", "wait", "compile", "connect", "read", "exchange"} <= set(member.seconds)
         exchanged = [span.group for span in member.spans if span.phase == "exchange"]
         assert exchanged == list(range(whole.groups))
-        if process:  # what it knows itself is what process 0 was told
-            assert [span.phase for span in found[process].own.spans] == [span.phase for span in member.spans]
+        if process:  # its own report has the spans that it sent to process 0
+            assert [span.phase for span in reports[process].own.spans] == [span.phase for span in member.spans]
 
 
 def test_the_report_names_the_process_that_the_others_waited_for(cluster: lab.Cluster, saved: str) -> None:
@@ -59,7 +57,7 @@ def test_the_report_names_the_process_that_the_others_waited_for(cluster: lab.Cl
     assert lanes[LATE][longest_step.span].phase == "read"
 
 
-def test_clocks_that_differ_are_brought_together(cluster: lab.Cluster, saved: str) -> None:
+def test_different_clocks_are_aligned(cluster: lab.Cluster, saved: str) -> None:
     texts = cluster.run(restore_with_clocks_apart, saved, KNOBS)
     whole = RestoreReport.from_json(texts[0])
     started = [member.started for member in whole.members.values()]
@@ -70,15 +68,15 @@ def test_clocks_that_differ_are_brought_together(cluster: lab.Cluster, saved: st
 
 def test_a_failed_restore_leaves_a_report_on_every_process(cluster: lab.Cluster, saved: str) -> None:
     for process, text in enumerate(cluster.run(restore_and_fail, saved, KNOBS)):
-        found = RestoreReport.from_json(text)
-        assert sorted(found.members) == [process]
-        assert found.error.startswith("RestoreFailedError: restore failed on 1 process:")
-        assert "the disk is gone" in found.error
-        assert "read" in found.own.seconds
+        report = RestoreReport.from_json(text)
+        assert sorted(report.members) == [process]
+        assert report.error.startswith("RestoreFailedError: restore failed on 1 process:")
+        assert "the disk is gone" in report.error
+        assert "read" in report.own.seconds
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_only_process_0_tells_how_far_the_restore_is(cluster: lab.Cluster, saved: str, wanted: bool) -> None:
+def test_only_process_0_logs_progress(cluster: lab.Cluster, saved: str, wanted: bool) -> None:
     lines = cluster.run(restore_and_watch, saved, {**KNOBS, "strategy": "spread", "progress": wanted})
     assert lines[1:] == [[], [], []]
     assert bool(lines[0]) == wanted
@@ -87,42 +85,36 @@ def test_only_process_0_tells_how_far_the_restore_is(cluster: lab.Cluster, saved
 
 
 def _stored_bytes() -> int:
-    return sum(array.nbytes for array in world.host_data(world.STATE).values())
+    return sum(array.nbytes for array in states.host_data(states.STATE).values())
 
 
 # Run on the processes.
 
 
 def restore(path: str, knobs: dict[str, Any]) -> str:
-    publish(None)
-    assert world.restore(path, world.STATE, knobs=knobs) == []
-    return _last()
+    return states.restore_exactly(path, knobs).to_json()
 
 
 def restore_with_one_late(path: str, knobs: dict[str, Any]) -> str:
-    with _reading(seconds=3.0 if jax.process_index() == LATE else 0.0):
+    with _late_reads():
         return restore(path, knobs)
 
 
 def restore_and_watch(path: str, knobs: dict[str, Any]) -> list[str]:
-    from orbax_ext.report import progress
-
-    every, progress._LOG_EVERY = progress._LOG_EVERY, 0.5
-    try:
-        with world.logged() as lines, _reading(seconds=3.0 if jax.process_index() == LATE else 0.0):
-            restore(path, knobs)
-    finally:
-        progress._LOG_EVERY = every
+    with mock.patch.object(progress, "_LOG_EVERY", 0.5), states.logged() as lines, _late_reads():
+        restore(path, knobs)
     return [line for line in lines if " of 8." in line]
 
 
 def restore_and_fail(path: str, knobs: dict[str, Any]) -> str:
     publish(None)
     try:
-        with _reading(error=OSError("the disk is gone") if jax.process_index() == 0 else None):
-            world.restore(path, world.STATE, knobs=knobs)
+        with fault_injection.on(0, fault_injection.read_error):
+            states.restore(path, states.STATE, knobs=knobs)
     except orbax_ext.RestoreFailedError:
-        return _last()
+        report = orbax_ext.last_report()
+        assert report is not None
+        return report.to_json()
     raise AssertionError("the restore did not fail")
 
 
@@ -135,36 +127,9 @@ def restore_with_clocks_apart(path: str, knobs: dict[str, Any]) -> str:
         def time() -> float:
             return time.time() + 1000.0 * (jax.process_index() - 1)
 
-    session.time = recorder.time = Clock  # type: ignore[assignment, attr-defined]
-    try:
+    with mock.patch.object(session, "time", Clock), mock.patch.object(recorder, "time", Clock):
         return restore(path, knobs)
-    finally:
-        session.time = recorder.time = time  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _reading(seconds: float = 0.0, error: Exception | None = None) -> Iterator[None]:
-    """Makes this process's reads slow, or fail."""
-    import asyncio
-
-    from orbax.checkpoint._src.serialization import serialization
-
-    original = serialization.async_deserialize
-
-    async def changed(*args: Any, **kwargs: Any) -> Any:
-        await asyncio.sleep(seconds)
-        if error is not None:
-            raise error
-        return await original(*args, **kwargs)
-
-    serialization.async_deserialize = changed
-    try:
-        yield
-    finally:
-        serialization.async_deserialize = original
-
-
-def _last() -> str:
-    found = orbax_ext.last_report()
-    assert found is not None
-    return found.to_json()
+def _late_reads() -> contextlib.AbstractContextManager[None]:
+    return fault_injection.on(LATE, lambda: fault_injection.slow_reads(3.0))

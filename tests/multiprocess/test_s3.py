@@ -14,12 +14,12 @@ from orbax_ext import lab
 from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.storage import s3 as s3_lib
-from tests.support import s3_server, world
+from tests.support import s3_server, states
 from tests.support.s3_proxy import Fault, FaultProxy
-from tests.support.world import MeshSpec
+from tests.support.states import MeshSpec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
-STATE = {name: spec for name, spec in world.STATE.items() if name != "embedding"}
+STATE = {name: spec for name, spec in states.STATE.items() if name != "embedding"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def saved(job: lab.Cluster, s3_port: int) -> str:
 def test_four_new_processes_restore_what_four_others_saved(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
     results = job.run(restore, saved)
-    assert world.all_of([differences for differences, _ in results]) == []
+    assert states.all_differences([differences for differences, _ in results]) == []
     assert [report["array_bytes"] > 0 for _, report in results] == [True, False, False, False]  # one replica reads
 
 
@@ -70,7 +70,7 @@ def test_shapes_and_dtypes_that_are_not_given_are_read_by_one_process(
 ) -> None:
     job.run(make_manager, saved)
     proxy.requests.clear()
-    assert world.all_of(job.run(restore_by_shardings)) == []
+    assert states.all_differences(job.run(restore_by_shardings)) == []
     manifests = [request for request in proxy.requests if request.line.endswith("default/manifest.ocdbt")]
     assert 1 <= len(manifests) <= 2  # one process reads the metadata, one replica the arrays
 
@@ -124,7 +124,7 @@ def test_passing_faults_are_retried(job: lab.Cluster, saved: str, proxy: FaultPr
         Fault("short", "GET .*_METADATA", times=1),
     ]
     results = job.run(restore, saved)
-    assert world.all_of([differences for differences, _ in results]) == []
+    assert states.all_differences([differences for differences, _ in results]) == []
     assert all(fault.hits for fault in proxy.faults)
 
 
@@ -162,7 +162,7 @@ def save(path: str, step: int = 0) -> None:
 
     s3_lib.enable_s3(retries=2)
     with ocp.CheckpointManager(path) as manager:
-        manager.save(step, args=ocp.args.PyTreeSave(world.make_state(STATE, MESH.make())))
+        manager.save(step, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make())))
         manager.wait_until_finished()
 
 
@@ -182,13 +182,13 @@ def restore_again() -> tuple[list[str], dict[str, int]]:
     import orbax_ext
 
     mesh = MESH.make()
-    abstract = world.abstract_state(STATE, mesh)
+    abstract = states.abstract_state(STATE, mesh)
     with orbax_ext.registered(replica_axis="dp", strategy="single"):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
     report = orbax_ext.last_report()
     assert report is not None
-    return world.differences(restored, STATE, mesh), report.s3
+    return states.differences(restored, STATE, mesh), report.s3
 
 
 def restore_by_shardings() -> list[str]:
@@ -199,10 +199,10 @@ def restore_by_shardings() -> list[str]:
     import orbax_ext
 
     mesh = MESH.make()
-    restore_args = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), world.shardings(STATE, mesh))
+    restore_args = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), states.shardings(STATE, mesh))
     with orbax_ext.registered(replica_axis="dp", strategy="single"):
         restored = _manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=restore_args))
-    return world.differences(restored, STATE, mesh)
+    return states.differences(restored, STATE, mesh)
 
 
 def restore(path: str) -> tuple[list[str], dict[str, int]]:

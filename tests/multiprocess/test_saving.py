@@ -1,4 +1,4 @@
-"""Saving goes on as before while the handler is registered; the stock handler breaks it."""
+"""Saving works as before while our handler is registered; the stock handler breaks it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.lab import handlers
-from tests.support import world
+from tests.support import states
 
 KINDS = [pytest.param("manager", marks=pytest.mark.core), "Checkpointer", "AsyncCheckpointer", "StandardCheckpointer"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_while_registered_is_what_plain_orbax_saves(cluster: lab.Cluster, path: str, kind: str) -> None:
+def test_a_save_while_registered_writes_what_plain_orbax_writes(cluster: lab.Cluster, path: str, kind: str) -> None:
     cluster.run(save_with, f"{path}/plain", kind, "plain")
     cluster.run(save_with, f"{path}/ours", kind, "ours")
     assert _layout(f"{path}/ours") == _layout(f"{path}/plain")
-    assert world.all_of(cluster.run(read_back, f"{path}/ours", kind)) == []
+    assert states.all_differences(cluster.run(read_back, f"{path}/ours", kind)) == []
 
 
 @pytest.mark.core
 def test_a_save_after_a_restore_works(cluster: lab.Cluster, path: str) -> None:
-    assert world.all_of(cluster.run(restore_then_save, path, "ours")) == []
+    assert states.all_differences(cluster.run(restore_then_save, path, "ours")) == []
 
 
 def test_stock_orbax_cannot_save_after_a_restore(cluster: lab.Cluster, path: str) -> None:
@@ -35,12 +35,12 @@ def test_stock_orbax_cannot_save_after_a_restore(cluster: lab.Cluster, path: str
 
 def test_a_restore_writes_nothing_to_the_checkpoint(cluster: lab.Cluster, saved: str) -> None:
     before = _content(saved)
-    assert world.all_of(cluster.run(world.restore, saved, world.STATE)) == []
+    assert states.all_differences(cluster.run(states.restore, saved, states.STATE)) == []
     assert _content(saved) == before
 
 
 def _layout(path: str) -> set[str]:
-    """The names of all files, without those of OCDBT's data files, which are random."""
+    """Returns the names of all files, but only the folders of OCDBT's data files, whose names are random."""
     files = [file.relative_to(path) for file in pathlib.Path(path).rglob("*") if file.is_file()]
     return {str(file.parent if file.parent.name == "d" else file) for file in files}
 
@@ -52,9 +52,9 @@ def _content(path: str) -> dict[str, bytes]:
 # Run on the processes.
 
 
-def save_with(path: str, kind: str, how: str) -> None:
-    state = world.make_state(world.STATE, world.REPORTERS.make())
-    with handlers.registered(how, **({"replica_axis": "dp"} if how == "ours" else {})):
+def save_with(path: str, kind: str, implementation: str) -> None:
+    state = states.make_state(states.STATE, states.REPORTED_MESH.make())
+    with handlers.registered(implementation, **({"replica_axis": "dp"} if implementation == "ours" else {})):
         if kind == "manager":
             with ocp.CheckpointManager(path) as manager:
                 manager.save(0, args=ocp.args.PyTreeSave(state))
@@ -64,27 +64,27 @@ def save_with(path: str, kind: str, how: str) -> None:
                 standard.save(path, state)
         else:
             handler = ocp.PyTreeCheckpointHandler()
-            made = ocp.Checkpointer(handler) if kind == "Checkpointer" else ocp.AsyncCheckpointer(handler)
-            with made as checkpointer:
+            checkpointer_class = ocp.Checkpointer if kind == "Checkpointer" else ocp.AsyncCheckpointer
+            with checkpointer_class(handler) as checkpointer:
                 checkpointer.save(path, args=ocp.args.PyTreeSave(state))
 
 
 def read_back(path: str, kind: str) -> list[str]:
     """Restores with plain Orbax."""
-    mesh = world.REPORTERS.make()
-    where = f"{path}/0/default" if kind == "manager" else path
-    abstract = world.abstract_state(world.STATE, mesh)
+    mesh = states.REPORTED_MESH.make()
+    item_path = f"{path}/0/default" if kind == "manager" else path
+    abstract = states.abstract_state(states.STATE, mesh)
     with ocp.StandardCheckpointer() as checkpointer:
-        return world.differences(checkpointer.restore(where, abstract), world.STATE, mesh)
+        return states.differences(checkpointer.restore(item_path, abstract), states.STATE, mesh)
 
 
-def restore_then_save(path: str, how: str) -> list[str]:
-    """As trainers do: Orbax's handlers are there first, then ours is registered, and they go on to save."""
-    mesh = world.REPORTERS.make()
-    abstract = world.abstract_state(world.STATE, mesh)
+def restore_then_save(path: str, implementation: str) -> list[str]:
+    """Registers the handler after the checkpointer is made, restores and saves, as trainers do."""
+    mesh = states.REPORTED_MESH.make()
+    abstract = states.abstract_state(states.STATE, mesh)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(f"{path}/0", args=ocp.args.PyTreeSave(world.make_state(world.STATE, mesh)))
-        with handlers.registered(how, **world.knobs_for(how, world.REPORTERS, "dp")):
+        checkpointer.save(f"{path}/0", args=ocp.args.PyTreeSave(states.make_state(states.STATE, mesh)))
+        with handlers.registered(implementation, **states.knobs_for(implementation, states.REPORTED_MESH, "dp")):
             args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
             state = checkpointer.restore(f"{path}/0", args=args)
             checkpointer.save(f"{path}/1", args=ocp.args.PyTreeSave(state))

@@ -1,21 +1,20 @@
-"""Leaves that are too large for one exchange travel in slices, along their stored chunks."""
+"""Leaves that are too large for one exchange are restored in slices, along their stored chunks."""
 
 from __future__ import annotations
 
 import orbax.checkpoint as ocp
 import pytest
 
-import orbax_ext
 from orbax_ext import lab
 from orbax_ext.storage import counters
-from tests.support import world
-from tests.support.world import MeshSpec, P, Spec
+from tests.support import states
+from tests.support.states import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {
-    "rows": Spec((512, 256), "float32", P("tp")),  # sliced along the dimension that is sharded
-    "columns": Spec((64, 2048), "bfloat16", P("tp")),  # along the other one
-    "whole": Spec((512, 128), "int8"),  # its replicas are all devices
+    "rows": Spec((512, 256), "float32", P("tp")),  # sliced along its sharded dimension
+    "columns": Spec((64, 2048), "bfloat16", P("tp")),  # sliced along its other dimension
+    "whole": Spec((512, 128), "int8"),  # every device has a replica
     "complex": Spec((256, 64), "complex64", P(None, "tp")),
     "layer": Spec((2048, 1024), "bfloat16", P("tp")),
     "small": Spec((16,), "float32"),
@@ -33,29 +32,29 @@ def chunked(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize(("limit", "least"), [(LIMIT, 16), (LARGER, 4)])
-@pytest.mark.parametrize("strategy", world.STRATEGIES)
-def test_slices_come_together_exactly(
+@pytest.mark.parametrize("strategy", states.STRATEGIES)
+def test_a_leaf_in_slices_is_restored_exactly(
     small_cluster: lab.Cluster, chunked: str, strategy: str, limit: int, least: int
 ) -> None:
     knobs = {"strategy": strategy, "broadcast_memory_limit_bytes": limit}
-    for groups in small_cluster.run(restore_and_count_groups, chunked, {**knobs, **axis(strategy)}):
+    for groups in small_cluster.run(restore_and_count_groups, chunked, {**knobs, **_axis(strategy)}):
         assert groups > least
 
 
 @pytest.mark.parametrize("context", ["set_mesh", "other mesh"])
-def test_under_any_mesh(small_cluster: lab.Cluster, chunked: str, context: str) -> None:
+def test_slices_are_restored_under_any_mesh_scope(small_cluster: lab.Cluster, chunked: str, context: str) -> None:
     knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": LIMIT}
-    assert small_cluster.run(world.restore, chunked, STATE, MESH, context=context, knobs=knobs) == [[]] * 4
+    assert small_cluster.run(states.restore, chunked, STATE, MESH, context=context, knobs=knobs) == [[]] * 4
 
 
 def test_no_stored_byte_is_read_twice(small_cluster: lab.Cluster, chunked: str) -> None:
     at_once = sum(small_cluster.run(restore_and_count_bytes, chunked, 1 << 30))
     in_slices = sum(small_cluster.run(restore_and_count_bytes, chunked, LIMIT))
-    # The little that every open of an array reads of its metadata is all that may be added.
+    # Slices may only add the little metadata that is read each time an array is opened.
     assert in_slices < at_once * 1.25
 
 
-def axis(strategy: str) -> dict[str, str]:
+def _axis(strategy: str) -> dict[str, str]:
     return {"replica_axis": "dp"} if strategy == "single" else {}
 
 
@@ -63,7 +62,7 @@ def axis(strategy: str) -> dict[str, str]:
 
 
 def save_in_small_chunks(path: str) -> None:
-    state = world.make_state(STATE, MESH.make())
+    state = states.make_state(STATE, MESH.make())
     args = {name: ocp.SaveArgs(chunk_byte_size=CHUNKS.get(name, 2048)) for name in state}
     with ocp.CheckpointManager(path) as manager:
         manager.save(0, args=ocp.args.PyTreeSave(state, save_args=args))
@@ -71,14 +70,10 @@ def save_in_small_chunks(path: str) -> None:
 
 
 def restore_and_count_groups(path: str, knobs: dict[str, object]) -> int:
-    assert world.restore(path, STATE, MESH, knobs=knobs) == []
-    report = orbax_ext.last_report()
-    assert report is not None
-    return report.groups
+    return states.restore_exactly(path, knobs, STATE, MESH).groups
 
 
 def restore_and_count_bytes(path: str, limit: int) -> int:
     before = counters.bytes_read()
-    knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": limit}
-    assert world.restore(path, STATE, MESH, knobs=knobs) == []
+    states.restore_exactly(path, {"strategy": "spread", "broadcast_memory_limit_bytes": limit}, STATE, MESH)
     return counters.bytes_read() - before

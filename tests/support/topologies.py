@@ -1,4 +1,4 @@
-"""A state that is saved on one topology, or by another Orbax, and restored on this one. Run on the processes."""
+"""A state saved on one topology or by one Orbax release, and restored on another. Run on the processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from tests.support import plain, world
-from tests.support.world import P, Spec
+from tests.support import plain_orbax, states
+from tests.support.states import P, Spec
 
 SPECS = {
     "weights": Spec((32, 16), "bfloat16", P("tp")),
@@ -29,22 +29,22 @@ FORMATS = {
 
 
 def mesh() -> Mesh:
-    """Whatever the job has: four or fewer data-parallel replicas of two or more devices."""
+    """Returns a mesh over all devices of the job: at most four data-parallel replicas of two or more devices."""
     replicas = min(4, jax.device_count() // 2)
     return Mesh(np.array(jax.devices()).reshape(replicas, -1), ("dp", "tp"))
 
 
 def save(path: str, form: str | None = None) -> str:
-    """Saves with stock Orbax, in one of `FORMATS` or as this release does by default; returns the release."""
-    state: dict[str, Any] = world.make_state(SPECS, mesh())
+    """Saves with plain Orbax in one of `FORMATS` or in the default format, and returns the Orbax release."""
+    state: dict[str, Any] = states.make_state(SPECS, mesh())
     state["python"] = {"int": 3, "text": "saved", "nothing": None, "empty": {}}
     with ocp.Checkpointer(_handler(form)) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(state))
     return str(ocp.__version__)
 
 
-def compare(path: str, knobs: dict[str, Any]) -> plain.Comparison:
-    abstract: dict[str, Any] = world.abstract_state(SPECS, mesh())
+def compare(path: str, knobs: dict[str, Any]) -> plain_orbax.Comparison:
+    abstract: dict[str, Any] = states.abstract_state(SPECS, mesh())
     abstract["python"] = {"int": 0, "text": "", "nothing": None, "empty": {}}
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
 
@@ -52,10 +52,10 @@ def compare(path: str, knobs: dict[str, Any]) -> plain.Comparison:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=ocp.args.PyTreeRestore(abstract, restore_args=restore_args))
         arrays = {name: restored[name] for name in SPECS}
-        assert world.differences(arrays, SPECS, mesh()) == []
+        assert states.differences(arrays, SPECS, mesh()) == []
         return restored
 
-    return plain.compare(restore, knobs)
+    return plain_orbax.compare(restore, knobs)
 
 
 def _handler(form: str | None) -> ocp.PyTreeCheckpointHandler:
@@ -63,8 +63,10 @@ def _handler(form: str | None) -> ocp.PyTreeCheckpointHandler:
         return ocp.PyTreeCheckpointHandler()
     ocdbt, zarr3, by_replica = FORMATS[form]
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=by_replica, array_metadata_store=None)
-    kinds = [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in ocp.type_handlers.supported_types()]
     registry = ocp.type_handlers.create_type_handler_registry(
-        *[(kind, arrays if kind is jax.Array else handler) for kind, handler in kinds]
+        *[
+            (kind, arrays if kind is jax.Array else ocp.type_handlers.get_type_handler(kind))
+            for kind in ocp.type_handlers.supported_types()
+        ]
     )
     return ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3, type_handler_registry=registry)

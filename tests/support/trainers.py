@@ -1,7 +1,4 @@
-"""Small training loops as users write them, each with its framework's own state, that checkpoint and resume.
-
-Run on the processes of a cluster.
-"""
+"""Small training loops that checkpoint and resume, each with its framework's own state. Run on the processes."""
 
 from __future__ import annotations
 
@@ -66,17 +63,17 @@ class NnxTrainer:
             return loss
 
         self._nnx, self._step = nnx, step
-        self._all = create()
+        self._model_and_optimizer = create()
 
     def step(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return self._step(*self._all, x, y)
+        return self._step(*self._model_and_optimizer, x, y)
 
     def save(self, manager: ocp.CheckpointManager, step: int) -> None:
-        manager.save(step, args=ocp.args.StandardSave(self._nnx.state(self._all)))
+        manager.save(step, args=ocp.args.StandardSave(self._nnx.state(self._model_and_optimizer)))
 
     def restore(self, manager: ocp.CheckpointManager, step: int) -> None:
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._nnx.state(self._all))
-        self._nnx.update(self._all, manager.restore(step, args=ocp.args.StandardRestore(abstract)))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._nnx.state(self._model_and_optimizer))
+        self._nnx.update(self._model_and_optimizer, manager.restore(step, args=ocp.args.StandardRestore(abstract)))
 
 
 class LinenTrainer:
@@ -123,7 +120,7 @@ class LinenTrainer:
 
 
 class EquinoxTrainer:
-    """Equinox: the model is a tree with arrays and functions in it; the arrays are checkpointed."""
+    """Equinox: the model is a tree with arrays and functions in it; only the arrays are checkpointed."""
 
     def __init__(self, mesh: Mesh) -> None:
         import equinox as eqx
@@ -168,33 +165,33 @@ TRAINERS: dict[str, type[Trainer]] = {"nnx": NnxTrainer, "linen": LinenTrainer, 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """One process's account of a run: each step's loss, bit for bit, and how the state was restored."""
+    """A run on one process: the loss of each step, bit for bit, and the strategy that restored each leaf."""
 
     start: int
     losses: dict[int, str]
     strategy: dict[str, str]
 
 
-def train_all(path: str, steps: int, save_at: int, notes: str | None = None) -> dict[str, History]:
-    """Trains every kind in turn. With `notes` the process leaves its account there and waits to be killed."""
-    found = {kind: train(kind, f"{path}/{kind}", steps, save_at) for kind in TRAINERS}
-    if notes is not None:
-        mine = pathlib.Path(f"{notes}{jax.process_index()}")
-        mine.with_suffix(".unfinished").write_bytes(pickle.dumps(found))
+def train_all(path: str, steps: int, save_at: int, histories: str | None = None) -> dict[str, History]:
+    """Trains with each framework in turn. With `histories`, writes the result to that file and waits to be killed."""
+    by_framework = {name: train(name, f"{path}/{name}", steps, save_at) for name in TRAINERS}
+    if histories is not None:
+        mine = pathlib.Path(f"{histories}{jax.process_index()}")
+        mine.with_suffix(".unfinished").write_bytes(pickle.dumps(by_framework))
         mine.with_suffix(".unfinished").rename(mine)
         time.sleep(600)
-    return found
+    return by_framework
 
 
-def train(kind: str, path: str, steps: int, save_at: int) -> History:
-    """Trains from the latest checkpoint, or from scratch; a checkpoint is made after `save_at` steps."""
+def train(framework: str, path: str, steps: int, save_at: int) -> History:
+    """Trains from the latest checkpoint or from scratch, and saves a checkpoint after `save_at` steps."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, -1), ("dp", "tp"))
     with (
         orbax_ext.registered(strategy="spread"),
         jax.set_mesh(mesh),
         ocp.CheckpointManager(path) as manager,
     ):
-        trainer = TRAINERS[kind](mesh)
+        trainer = TRAINERS[framework](mesh)
         start = manager.latest_step() or 0
         if start:
             trainer.restore(manager, start)
@@ -211,8 +208,8 @@ def _batch(step: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     random = np.random.default_rng(step)
     x = random.standard_normal((BATCH, WIDTH), np.float32)
     y = np.sin(x.sum(axis=1))
-    where = NamedSharding(mesh, P("dp"))
-    return tuple(jax.make_array_from_callback(a.shape, where, lambda at, a=a: a[at]) for a in (x, y))
+    sharding = NamedSharding(mesh, P("dp"))
+    return tuple(jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index]) for a in (x, y))
 
 
 def _sharding(array: jax.Array) -> Any:

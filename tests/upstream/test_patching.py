@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from orbax_ext import version
 from orbax_ext.upstream import patching
+from tests.support.installed_orbax import files_to_patch
 from tools import generate_patches
 
 pytestmark = pytest.mark.once
@@ -33,12 +34,6 @@ sha256-after: {patching.sha256(NEW)}
 
 def series() -> patching.Series:
     return patching.Series("1.0.0", (patching.parse("01-adds.patch", TEXT),))
-
-
-def installed() -> dict[str, bytes]:
-    """The files of the installed Orbax that the patches are about."""
-    root = pathlib.Path(str(importlib.metadata.distribution("orbax-checkpoint").locate_file("")))
-    return {path: (root / path).read_bytes() for path in patching.load_all()[0].originals}
 
 
 def test_a_patch_is_read_and_written_alike() -> None:
@@ -110,7 +105,7 @@ def test_every_patch_has_its_header_and_says_in_the_file_that_it_changed_it(seri
 
 
 def test_the_installed_orbax_can_be_patched_and_put_back() -> None:
-    tree = installed()
+    tree = files_to_patch()
     release = importlib.metadata.version("orbax-checkpoint")
     (series,) = [series for series in patching.load_all() if series.release == release]
     patched = patching.apply(series, tree)
@@ -121,7 +116,7 @@ def test_the_installed_orbax_can_be_patched_and_put_back() -> None:
 
 
 def test_git_reads_the_same_patches(tmp_path: pathlib.Path) -> None:
-    tree = installed()
+    tree = files_to_patch()
     release = importlib.metadata.version("orbax-checkpoint")
     for path, data in tree.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

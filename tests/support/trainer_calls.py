@@ -1,7 +1,4 @@
-"""How known trainers call a single-replica restore, with the handler's class as the one word to replace.
-
-Run on the processes of a cluster.
-"""
+"""Single-replica restores as known trainers call them, with a given handler class. Run on the processes."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from orbax.checkpoint import type_handlers
 
 import orbax_ext
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
-from tests.support import plain, world
-from tests.support.world import MeshSpec
+from tests.support import plain_orbax, states
+from tests.support.states import MeshSpec
 
 DATA_FIRST = MeshSpec((4, 8), ("dp", "tp"))  # MaxText has its data axis first
 
 
 def maxtext(path: str, handler_class: Any) -> Any:
-    """Registers when the manager is there already, and gives the deprecated single-replica shardings."""
+    """Registers the handler after the manager is made, and passes the deprecated single-replica shardings."""
     mesh = DATA_FIRST.make()
-    abstract = world.abstract_state(world.STATE, mesh)
+    abstract = states.abstract_state(states.STATE, mesh)
     one_replica = Mesh(mesh.devices[:1], mesh.axis_names)
 
     def to_args(leaf: Any) -> Any:
@@ -43,9 +40,9 @@ def maxtext(path: str, handler_class: Any) -> Any:
 
 
 def axlearn(path: str, handler_class: Any) -> Any:
-    """Brings a metadata store of its own, and says everything about a leaf, twice where it can."""
-    mesh = world.REPORTERS.make()
-    abstract = world.abstract_state(world.STATE, mesh)
+    """Passes a metadata store of its own, and describes each leaf by mesh and axes and by sharding."""
+    mesh = states.REPORTED_MESH.make()
+    abstract = states.abstract_state(states.STATE, mesh)
     handler = handler_class(
         replica_axis_index=1, broadcast_memory_limit_bytes=1 << 30, array_metadata_store=ArrayMetadataStore()
     )
@@ -68,8 +65,8 @@ def axlearn(path: str, handler_class: Any) -> Any:
 
 
 def orbax_p2p(path: str, handler_class: Any) -> Any:
-    """Orbax's own peer-to-peer manager: a private registry with the array handler alone, given per item."""
-    abstract = world.abstract_state(world.STATE, world.REPORTERS.make())
+    """Orbax's own peer-to-peer manager: passes a private registry that has only the array handler."""
+    abstract = states.abstract_state(states.STATE, states.REPORTED_MESH.make())
     processes = ocp.options.MultiprocessingOptions(primary_host=0, barrier_sync_key_prefix="persistent")
     handler = handler_class(
         replica_axis_index=1,
@@ -90,22 +87,25 @@ def orbax_p2p(path: str, handler_class: Any) -> Any:
         return manager.restore(0, args=ocp.args.Composite(items=args))["items"]
 
 
-SHAPES: dict[str, Callable[[str, Any], Any]] = {"maxtext": maxtext, "axlearn": axlearn, "orbax_p2p": orbax_p2p}
+TRAINERS: dict[str, Callable[[str, Any], Any]] = {"maxtext": maxtext, "axlearn": axlearn, "orbax_p2p": orbax_p2p}
 
 
 def save(path: str) -> None:
-    state = world.make_state(world.STATE, world.REPORTERS.make())
+    state = states.make_state(states.STATE, states.REPORTED_MESH.make())
     with ocp.CheckpointManager(path) as manager:
         manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
 
 
-def compare(path: str, name: str, whose: str = "ours") -> plain.Comparison:
-    """Restores as a trainer does, with `ArrayHandler` in the place of the handler, and with ours or the stock one."""
+def compare(path: str, name: str, implementation: str = "ours") -> plain_orbax.Comparison:
+    """Restores as a trainer does, with plain Orbax's handler and with ours or the stock one, and compares."""
     before = type_handlers.get_type_handler(jax.Array)
-    handler_class: Any = orbax_ext.BroadcastArrayHandler if whose == "ours" else type_handlers.SingleReplicaArrayHandler
-    shape = SHAPES[name]
+    handler_class = {
+        "ours": orbax_ext.BroadcastArrayHandler,
+        "stock": type_handlers.SingleReplicaArrayHandler,
+    }[implementation]
+    restore = TRAINERS[name]
     try:
-        return plain.compare(lambda: shape(path, _plain_handler), {}, lambda: shape(path, handler_class))
+        return plain_orbax.compare(lambda: restore(path, _plain_handler), {}, lambda: restore(path, handler_class))
     finally:
         type_handlers.register_type_handler(jax.Array, before, override=True)
 

@@ -1,4 +1,4 @@
-"""What the multi-process tests run on each process: states to save, ways to restore them, and the comparison.
+"""States that the multi-process tests save, restore and compare. Run on the processes.
 
 A state is described by `Spec`s, plain data that every process turns into the same bytes.
 """
@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
 from orbax_ext.lab import handlers
+from orbax_ext.report.report import RestoreReport, publish
+from orbax_ext.upstream.runtime import coordination_client
 
 P = PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One leaf: its shape, dtype and partition spec, and where it shall live."""
+    """A leaf: its shape, dtype, partition spec and memory kind."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,23 +38,23 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """A mesh over all devices of the job, in their order, or over some of them."""
+    """A mesh over all devices of the job, in order, or over some of them."""
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]
-    types: tuple[str, ...] = ()  # "auto" or "explicit" for each axis; auto if not given
-    devices: tuple[int, ...] = ()  # their numbers, if not all
+    types: tuple[str, ...] = ()  # "auto" or "explicit" for each axis; empty: all are auto
+    devices: tuple[int, ...] = ()  # numbers of the devices; empty: all of them
 
     def make(self) -> Mesh:
         types = [AxisType.Explicit if kind == "explicit" else AxisType.Auto for kind in self.types]
-        every = jax.devices()
-        devices = np.array([every[number] for number in self.devices] or every).reshape(self.sizes)
+        all_devices = jax.devices()
+        devices = np.array([all_devices[number] for number in self.devices] or all_devices).reshape(self.sizes)
         return Mesh(devices, self.names, axis_types=tuple(types) or (AxisType.Auto,) * len(self.names))
 
 
-STRATEGIES = ["single", "spread"]  # those by which data travels
+STRATEGIES = ["single", "spread"]  # the strategies that exchange data between processes
 
-REPORTERS = MeshSpec((1, 4, 8), ("pp", "dp", "tp"))  # of google/orbax #3184, on 4 processes x 8 devices
+REPORTED_MESH = MeshSpec((1, 4, 8), ("pp", "dp", "tp"))  # from google/orbax #3184, for 4 processes x 8 devices
 
 STATE = {
     "weights": Spec((64, 128), "bfloat16", P("tp")),
@@ -61,14 +63,14 @@ STATE = {
     "quantized": Spec((8, 16), "int8", P("tp", None)),
     "mask": Spec((32,), "bool"),
     "step": Spec((), "int32"),
-    # Large enough to be cut or stacked rather than packed when all replicas read.
+    # Too large to be packed when all replicas read: it is cut or batched.
     "layer_0": Spec((1024, 1024), "float32", P("tp")),
     "layer_1": Spec((1024, 1024), "float32", P("tp")),
 }
 
 
 def host_data(specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Random bytes for each leaf, so that NaN payloads, -0.0 and denormals all occur; the same on every process."""
+    """Returns random bytes for each leaf, the same on every process. NaN payloads, -0.0 and denormals all occur."""
     return {name: random_array(index, spec) for index, (name, spec) in enumerate(sorted(specs.items()))}
 
 
@@ -81,7 +83,7 @@ def random_array(seed: int, spec: Spec) -> np.ndarray:
         info = jnp.iinfo(dtype)
         return random.integers(int(info.min), int(info.max) + 1, spec.shape).astype(dtype)
     raw = np.frombuffer(random.bytes(math.prod(spec.shape) * dtype.itemsize), np.uint8).copy()
-    if spec.dtype.startswith("float4"):  # only the low bits count
+    if spec.dtype.startswith("float4"):  # only the low four bits are used
         raw &= 0x0F
     array = raw.view(dtype).reshape(spec.shape)
     if array.size > 4 and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
@@ -97,51 +99,56 @@ def shardings(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, NamedSharding]
 
 
 def make_state(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, jax.Array]:
-    where, data = shardings(specs, mesh), host_data(specs)
+    sharding_of, data = shardings(specs, mesh), host_data(specs)
     return {
-        name: jax.make_array_from_callback(spec.shape, where[name], lambda index, name=name: data[name][index])
+        name: jax.make_array_from_callback(spec.shape, sharding_of[name], lambda index, name=name: data[name][index])
         for name, spec in specs.items()
     }
 
 
 def abstract_state(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    where = shardings(specs, mesh)
+    sharding_of = shardings(specs, mesh)
     return {
-        name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=where[name])
+        name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding_of[name])
         for name, spec in specs.items()
     }
 
 
 def differences(restored: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) -> list[str]:
-    """What is not as it was saved and asked for: bytes, dtype, sharding, spec, memory kind, axis types."""
-    found = []
-    where, data = shardings(specs, mesh), host_data(specs)
+    """Returns where arrays differ from the request: bytes, dtype, sharding, spec, memory kind, axis types."""
+    texts = []
+    sharding_of, data = shardings(specs, mesh), host_data(specs)
     for name, spec in specs.items():
-        array = restored[name]
+        array, sharding = restored[name], sharding_of[name]
         if array.dtype != jnp.dtype(spec.dtype):
-            found.append(f"{name}: dtype {array.dtype}, not {spec.dtype}")
+            texts.append(f"{name}: dtype {array.dtype}, not {spec.dtype}")
         elif any(bits(shard.data) != bits(data[name][shard.index]) for shard in array.addressable_shards):
-            found.append(f"{name}: bytes")
-        if array.sharding != where[name] or tuple(array.sharding.spec) != tuple(where[name].spec):
-            found.append(f"{name}: sharding {array.sharding}, not {where[name]}")
+            texts.append(f"{name}: bytes")
+        if array.sharding != sharding or tuple(array.sharding.spec) != tuple(sharding.spec):
+            texts.append(f"{name}: sharding {array.sharding}, not {sharding}")
         elif array.sharding.mesh.axis_types != mesh.axis_types:
-            found.append(f"{name}: axis types {array.sharding.mesh.axis_types}")
+            texts.append(f"{name}: axis types {array.sharding.mesh.axis_types}")
         kinds = {shard.data.sharding.memory_kind for shard in array.addressable_shards}
         if spec.memory_kind and kinds != {spec.memory_kind}:
-            found.append(f"{name}: memory kind {kinds}, not {spec.memory_kind}")
-    return found
+            texts.append(f"{name}: memory kind {kinds}, not {spec.memory_kind}")
+    return texts
 
 
-def ways(strategy: Mapping[str, str]) -> set[str]:
-    """How the leaves of a report were restored, without the reasons."""
-    return {how.partition(":")[0] for how in strategy.values()}
+def all_differences(by_process: Sequence[list[str]]) -> list[str]:
+    """Returns the differences on all processes, each with its process, for an assertion that shows them."""
+    return [f"process {process}: {text}" for process, texts in enumerate(by_process) for text in texts]
+
+
+def strategy_names(strategies: Iterable[str]) -> list[str]:
+    """Returns the strategies of a report's leaves without the reasons."""
+    return [strategy.partition(":")[0] for strategy in strategies]
 
 
 def bits(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def save(path: str, specs: Mapping[str, Spec], mesh: MeshSpec = REPORTERS) -> None:
+def save(path: str, specs: Mapping[str, Spec], mesh: MeshSpec = REPORTED_MESH) -> None:
     """Saves a state as step 0 with plain Orbax."""
     with ocp.CheckpointManager(path) as manager:
         manager.save(0, args=ocp.args.PyTreeSave(make_state(specs, mesh.make())))
@@ -151,28 +158,42 @@ def save(path: str, specs: Mapping[str, Spec], mesh: MeshSpec = REPORTERS) -> No
 def restore(
     path: str,
     specs: Mapping[str, Spec],
-    mesh: MeshSpec = REPORTERS,
+    mesh: MeshSpec = REPORTED_MESH,
     *,
-    how: str = "ours",
+    implementation: str = "ours",
     context: str = "none",
     knobs: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Restores step 0 and returns what differs from what was saved.
+    """Restores step 0 and returns the differences from the saved state.
 
-    `how` is "ours", "stock" (Orbax's single-replica handler) or "plain"; `context` is the caller's mesh scope.
+    Args:
+      implementation: "ours", "stock" (Orbax's single-replica handler) or "plain" (Orbax's default).
+      context: The caller's mesh scope, see `in_context`.
     """
     made = mesh.make()
     abstract = abstract_state(specs, made)
-    with in_context(context, made), handlers.registered(how, **(knobs or {})), ocp.CheckpointManager(path) as manager:
+    registered = handlers.registered(implementation, **(knobs or {}))
+    with in_context(context, made), registered, ocp.CheckpointManager(path) as manager:
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = manager.restore(0, args=args)
-        # Used as a trainer would, in the caller's own scope: a broken array shows here.
+        # Wait in the caller's own mesh scope, as a trainer would: a broken array fails here.
         jax.block_until_ready(restored)
     return differences(restored, specs, made)
 
 
+def restore_exactly(
+    path: str, knobs: Mapping[str, Any], specs: Mapping[str, Spec] = STATE, mesh: MeshSpec = REPORTED_MESH
+) -> RestoreReport:
+    """Restores step 0 with orbax_ext, asserts that it is what was saved, and returns the report."""
+    publish(None)
+    assert restore(path, specs, mesh, knobs=knobs) == []
+    report = orbax_ext.last_report()
+    assert report is not None
+    return report
+
+
 def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """The caller's mesh scope: the training mesh set, entered the old way, another mesh set, or none."""
+    """Enters the caller's mesh scope: `jax.set_mesh` with the training mesh or another, `with mesh`, or none."""
     if kind == "set_mesh":
         return jax.set_mesh(mesh)
     if kind == "with mesh":
@@ -184,7 +205,7 @@ def in_context(kind: str, mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """The lines that absl's logger gets meanwhile."""
+    """Collects the lines that absl's logger gets inside a `with` block."""
     lines: list[str] = []
     logger, collector = logging.getLogger("absl"), logging.Handler()
     collector.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -198,11 +219,11 @@ def logged() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def knobs_for(how: str, mesh: MeshSpec, axis: str) -> dict[str, Any]:
-    """The replica axis in the words of the stock handler or ours."""
-    return {"replica_axis_index": mesh.names.index(axis)} if how == "stock" else {"replica_axis": axis}
+def knobs_for(implementation: str, mesh: MeshSpec, axis: str) -> dict[str, Any]:
+    """Returns the replica axis as the argument that the stock handler or ours takes."""
+    return {"replica_axis_index": mesh.names.index(axis)} if implementation == "stock" else {"replica_axis": axis}
 
 
-def all_of(values: Sequence[list[str]]) -> list[str]:
-    """What differs on any process, for an assertion that shows it."""
-    return [f"process {process}: {text}" for process, found in enumerate(values) for text in found]
+def coordination_keys() -> list[str]:
+    """Returns the keys of orbax_ext that are left on the coordination service."""
+    return [key for key, _ in coordination_client().key_value_dir_get("orbax_ext/")]

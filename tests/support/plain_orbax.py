@@ -1,4 +1,4 @@
-"""Plain Orbax as the measure: the same checkpoint restored by it and by orbax_ext, compared leaf by leaf."""
+"""Restores the same checkpoint with plain Orbax and with orbax_ext, and compares them leaf by leaf."""
 
 from __future__ import annotations
 
@@ -10,63 +10,78 @@ import jax
 import numpy as np
 
 import orbax_ext
+from orbax_ext.report.report import publish
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What one process saw."""
+    """Both restores on one process."""
 
     differences: list[str]
     errors: tuple[tuple[str, ...], tuple[str, ...]]  # built-in types of plain Orbax's error and of ours; empty if none
-    messages: tuple[str, str]
-    strategy: dict[str, str]  # of each leaf that came to our handler
+    messages: tuple[str, str]  # of the same errors
+    strategy: dict[str, str]  # of each leaf that our handler restored
 
 
 def compare(restore: Callable[[], Any], knobs: Mapping[str, Any], ours: Callable[[], Any] | None = None) -> Comparison:
-    """Restores plainly and then with orbax_ext registered, or by `ours` if that is given."""
-    plain, plain_error = _outcome(restore)
-    _last = None
+    """Restores with plain Orbax, then with orbax_ext registered or with `ours` if given, and compares the results."""
+    plain_tree, plain_error = _outcome(restore)
+    publish(None)  # the report of an earlier restore would hide that orbax_ext was not used
     if ours is not None:
-        found, our_error = _outcome(ours)
+        our_tree, our_error = _outcome(ours)
     else:
         with orbax_ext.registered(**{"strategy": "single", **knobs}):
-            found, our_error = _outcome(restore)
-    last = orbax_ext.last_report()
-    differing = [] if plain_error or our_error else differences(found, plain)
+            our_tree, our_error = _outcome(restore)
+    report = orbax_ext.last_report()
     return Comparison(
-        differing,
+        [] if plain_error or our_error else differences(our_tree, plain_tree),
         (_types(plain_error), _types(our_error)),
         (str(plain_error or ""), str(our_error or "")),
-        last.strategy if last else {},
+        report.strategy if report else {},
     )
 
 
-def differences(found: Any, plain: Any) -> list[str]:
-    """Where one tree is not exactly as the other: structure, types, dtypes, bytes, shardings, memory kinds."""
-    here, there = jax.tree.structure(found), jax.tree.structure(plain)
-    if here != there:
-        return [f"structure {here}, not {there}"]
-    leaves = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(plain), strict=True)
-    return [f"{jax.tree_util.keystr(path)}: {text}" for (path, ours), theirs in leaves for text in _leaf(ours, theirs)]
+def differences(ours: Any, plain: Any) -> list[str]:
+    """Returns where two trees differ: structure, types, dtypes, bytes, shardings, memory kinds."""
+    our_structure, plain_structure = jax.tree.structure(ours), jax.tree.structure(plain)
+    if our_structure != plain_structure:
+        return [f"structure {our_structure}, not {plain_structure}"]
+    leaves = zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(plain), strict=True)
+    return [
+        f"{jax.tree_util.keystr(path)}: {text}"
+        for (path, our_leaf), plain_leaf in leaves
+        for text in _leaf_differences(our_leaf, plain_leaf)
+    ]
 
 
-def agreed(found: Sequence[Comparison]) -> None:
-    """Asserts that all processes got what plain Orbax gives: the same tree, or the same type of error."""
-    assert [f"process {rank}: {text}" for rank, each in enumerate(found) for text in each.differences] == []
-    for each in found:
-        plain, ours = each.errors
+def assert_same(comparisons: Sequence[Comparison]) -> None:
+    """Asserts that each process got what plain Orbax gives: the same tree, or the same type of error."""
+    assert [
+        f"process {process}: {text}"
+        for process, comparison in enumerate(comparisons)
+        for text in comparison.differences
+    ] == []
+    for comparison in comparisons:
+        plain, ours = comparison.errors
         assert (bool(plain), set(plain) - set(ours)) == (bool(ours), set())
 
 
-def _leaf(ours: Any, plain: Any) -> list[str]:
+def assert_restored(comparisons: Sequence[Comparison]) -> None:
+    """Asserts that each process got plain Orbax's tree, and neither restore raised an error."""
+    assert_same(comparisons)
+    for comparison in comparisons:
+        assert comparison.errors == ((), ()), comparison.messages
+
+
+def _leaf_differences(ours: Any, plain: Any) -> list[str]:
     if type(ours) is not type(plain):
         return [f"a {type(ours).__name__}, not a {type(plain).__name__}"]
     if not isinstance(plain, (jax.Array, np.ndarray, np.generic)):
         return [] if ours == plain else [f"{ours!r}, not {plain!r}"]
-    found = [f"{name} {get(ours)}, not {get(plain)}" for name, get in _PROPERTIES.items() if get(ours) != get(plain)]
-    if not found and _bits(ours) != _bits(plain):
-        found.append("bytes")
-    return found
+    texts = [f"{name} {get(ours)}, not {get(plain)}" for name, get in _PROPERTIES.items() if get(ours) != get(plain)]
+    if not texts and _bits(ours) != _bits(plain):
+        texts.append("bytes")
+    return texts
 
 
 def _of_sharding(name: str) -> Callable[[Any], Any]:
@@ -110,7 +125,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _types(error: Exception | None) -> tuple[str, ...]:
-    """The built-in exception types that an error can be caught as, Exception aside."""
+    """Returns the built-in exception types that an error can be caught as, apart from Exception."""
     kinds = type(error).__mro__ if error is not None else ()
     return tuple(
         kind.__name__

@@ -1,11 +1,9 @@
-"""Trees with every kind of leaf that users have, by name: what is saved and what is asked for.
-
-Run on 4 processes x 2 devices.
-"""
+"""Every kind of leaf that users have, by name: the saved tree and the request. Run on 4 processes x 2 devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +16,16 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import orbax_ext
 from orbax_ext.upstream.array_handler import ShardingMetadata
-from tests.support import plain, world
-from tests.support.world import MeshSpec, P, Spec
+from tests.support import fault_injection, plain_orbax, states
+from tests.support.states import MeshSpec, P, Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A tree to save, and what to restore it as: arrays, abstract arrays or Orbax's restore args for its leaves."""
+    """A tree to save, and the request to restore it: arrays, abstract arrays or restore args for its leaves."""
 
     saved: Any
-    wanted: Any = None  # None: nothing is said at all
+    wanted: Any = None  # None: a restore without any description
 
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -43,11 +41,11 @@ def mesh(sizes: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("dp", "tp"),
 
 
 def arrays(where: Mesh, **specs: Spec) -> dict[str, jax.Array]:
-    return world.make_state(specs, where)
+    return states.make_state(specs, where)
 
 
 def like(tree: Any, **changes: Any) -> Any:
-    """The abstract tree, with some leaves changed."""
+    """Returns the abstract tree with some leaves changed."""
     return {**jax.tree.map(ocp.utils.to_shape_dtype_struct, tree), **changes}
 
 
@@ -163,19 +161,8 @@ def _keys(impl: str) -> Case:
     return Case(state, state)
 
 
-@case
-def typed_keys_threefry2x32() -> Case:
-    return _keys("threefry2x32")
-
-
-@case
-def typed_keys_rbg() -> Case:
-    return _keys("rbg")
-
-
-@case
-def typed_keys_unsafe_rbg() -> Case:
-    return _keys("unsafe_rbg")
+for _impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+    CASES[f"typed_keys_{_impl}"] = functools.partial(_keys, _impl)
 
 
 @case
@@ -206,7 +193,7 @@ def casts() -> Case:
         ("uint8", "float32"), ("bool", "int32"), ("float32", "float8_e4m3fn"),
     ]  # fmt: skip
     state = arrays(mesh(), **{f"{old}_to_{new}": Spec((16, 4), old, P("tp")) for old, new in pairs})
-    # Casts of NaN or of what is out of range are nobody's promise.
+    # Only 0 and 1: the result of casting NaN or values out of range is not defined.
     state = {
         name: jax.make_array_from_callback(
             array.shape, array.sharding, lambda i, t=array.dtype: (np.arange(64).reshape(16, 4) % 2).astype(t)[i]
@@ -249,7 +236,7 @@ def mesh_and_mesh_axes() -> Case:
 
 
 @case
-def nothing_said_about_the_leaves() -> Case:
+def no_description_of_the_leaves() -> Case:
     return Case(arrays(mesh(), w=Spec((16, 4), "float32", P("tp")), b=Spec((3,), "bfloat16"), s=Spec((), "int32")))
 
 
@@ -259,7 +246,7 @@ def as_numpy() -> Case:
     return Case(state, {**like(state), "b": ocp.RestoreArgs(restore_type=np.ndarray)})
 
 
-# What plain Orbax refuses.
+# Requests that plain Orbax refuses.
 
 
 @case
@@ -275,7 +262,7 @@ def refused_another_rank() -> Case:
 
 
 @case
-def refused_a_leaf_that_is_not_there() -> Case:
+def refused_a_leaf_that_was_not_saved() -> Case:
     state = arrays(mesh(), w=Spec((16, 4), "float32", P("tp")), b=Spec((3,), "float32"))
     return Case(state, like(state, other=abstract((3,), "float32", state["b"].sharding)))
 
@@ -297,7 +284,7 @@ def refused_a_spec_of_too_many_dimensions() -> Case:
 
 
 def restore_to_some_processes(path: str, knobs: dict[str, Any]) -> tuple[str, bool]:
-    """Restores a leaf to a mesh that only the first two processes have devices in."""
+    """Restores a leaf to a mesh of which only the first two processes have devices."""
     state = arrays(mesh(), w=Spec((16, 4), "float32", P("tp")), some=Spec((16, 4), "float32", P("tp")))
     half = Mesh(np.array(jax.devices()[: jax.device_count() // 2]).reshape(2, -1), ("dp", "tp"))
     wanted = like(state, some=abstract((16, 4), "float32", NamedSharding(half, P("tp"))))
@@ -308,21 +295,25 @@ def restore_to_some_processes(path: str, knobs: dict[str, Any]) -> tuple[str, bo
                 checkpointer.restore(path, args=_args(wanted))
             except orbax_ext.RestoreFailedError as error:
                 return str(error), isinstance(error, ValueError)
-    raise AssertionError("it was restored")
+    raise AssertionError("the restore did not fail")
 
 
-def compare(path: str, name: str, knobs: list[dict[str, Any]]) -> list[plain.Comparison]:
-    """Saves a case's tree plainly, and restores what it asks for plainly and through orbax_ext, each way given."""
-    found = CASES[name]()
-    handler = ocp.PyTreeCheckpointHandler
-    with ocp.Checkpointer(handler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(found.saved))
+def compare(path: str, name: str, all_knobs: list[dict[str, Any]]) -> list[plain_orbax.Comparison]:
+    """Saves a case's tree with plain Orbax, and compares plain Orbax and orbax_ext once for each set of knobs."""
+    built = _save(path, name)
 
     def restore() -> Any:
-        with ocp.Checkpointer(handler()) as checkpointer:
-            return checkpointer.restore(path, args=_args(found.wanted))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(path, args=_args(built.wanted))
 
-    return [plain.compare(restore, each) for each in knobs]
+    return [plain_orbax.compare(restore, knobs) for knobs in all_knobs]
+
+
+def _save(path: str, name: str) -> Case:
+    built = CASES[name]()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(built.saved))
+    return built
 
 
 def _args(wanted: Any) -> Any:
@@ -343,23 +334,12 @@ def _args(wanted: Any) -> Any:
 
 def restore_with_a_bad_disk(path: str, name: str, rank: int) -> tuple[str, list[str]]:
     """Restores a case while one process can't read; returns the error's text and the types it can be caught as."""
-    from orbax.checkpoint._src.serialization import serialization
-
-    found = CASES[name]()
-    original = serialization.async_deserialize
-
-    async def fail(*args: Any, **kwargs: Any) -> Any:
-        raise FileNotFoundError("no such chunk")
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(found.saved))
-        if jax.process_index() == rank:
-            serialization.async_deserialize = fail
+    built = _save(path, name)
+    bad_disk = fault_injection.on(rank, lambda: fault_injection.read_error(FileNotFoundError("no such chunk")))
+    with bad_disk, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
             with orbax_ext.registered(strategy="single", stall_timeout=60):
-                checkpointer.restore(path, args=_args(found.wanted))
+                checkpointer.restore(path, args=_args(built.wanted))
         except Exception as error:
             return str(error), [kind.__name__ for kind in type(error).__mro__]
-        finally:
-            serialization.async_deserialize = original
-    raise AssertionError("it was restored")
+    raise AssertionError("the restore did not fail")

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, done by the parent before the restore."""
+"""Damages the files of a checkpoint before a restore. Run in the test process, not on the cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pathlib
 
 
 def data_files(path: str) -> list[pathlib.Path]:
-    """The files that hold arrays (not their metadata)."""
+    """Returns the files that hold arrays, without those that hold metadata."""
     return [file for file in pathlib.Path(path).rglob("*") if file.is_file() and file.parent.name == "d"]
 
 
@@ -29,7 +29,7 @@ def remove(path: str) -> None:
 
 
 def lock(path: str) -> None:
-    """Nobody but root may read the arrays; all else may be read by everybody."""
+    """Lets only root read the arrays. Everybody can read all other files."""
     for file in pathlib.Path(path).rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
     for file in data_files(path):
@@ -37,6 +37,6 @@ def lock(path: str) -> None:
 
 
 def mix_up_chunks(path: str) -> None:
-    """A chunk of one array, stored as plain files, gets the content of another's: it reads without an error."""
+    """Overwrites a chunk of one array with a chunk of another, which reads without an error. Not for OCDBT."""
     target = next(file for file in sorted(pathlib.Path(path).rglob("layer3/*")) if file.name[0].isdigit())
     target.write_bytes((target.parent.parent / "layer2" / target.name).read_bytes())

@@ -1,4 +1,4 @@
-"""Recipes of whole restores, as plain data: a tree, how plain Orbax saves it, and what is asked of orbax_ext."""
+"""Recipes of whole restores as plain data: a tree, the format plain Orbax saves it in, and the restore to compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from orbax_ext.plan import planner
-from tests.support import plain, world
+from tests.support import plain_orbax, states
 
 Axes = tuple[str, ...]
 
@@ -37,7 +37,7 @@ class MeshRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class LeafRecipe:
-    """A leaf as it is saved, and as it is asked for. Specs have a tuple of mesh axes for each dimension."""
+    """A leaf as it is saved and as it is requested. Specs have a tuple of mesh axes for each dimension."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,13 +45,13 @@ class LeafRecipe:
     wanted: tuple[Axes, ...]
     wanted_shape: tuple[int, ...]
     wanted_dtype: str
-    short: bool = False  # leave out the dimensions at the end that are not sharded
+    short: bool = False  # omit unsharded dimensions at the end of the requested spec
     memory_kind: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that makes a restore what it is. Its repr can be pasted: `check(path, Recipe(...))`."""
+    """Everything a restore depends on. Its repr can be pasted: `check(path, Recipe(...))`."""
 
     saved_mesh: MeshRecipe
     wanted_mesh: MeshRecipe
@@ -62,11 +62,11 @@ class Recipe:
     chunk_bytes: int | None = None
     replica_parallel: bool = True
     set_mesh: bool = False
-    large_from: int | None = None  # bytes from which the planner takes leaves for large ones, if not its usual limits
+    large_from: int | None = None  # bytes from which the planner treats a leaf as large; None: the planner's own limits
 
 
-def check(path: str, recipe: Recipe) -> plain.Comparison:
-    """Saves plainly, restores plainly and through orbax_ext, and compares. Run on all processes of a cluster."""
+def check(path: str, recipe: Recipe) -> plain_orbax.Comparison:
+    """Saves with plain Orbax, restores with plain Orbax and with orbax_ext, and compares. Run on all processes."""
     _save(path, recipe)
     mesh = recipe.wanted_mesh.make()
     restore_args = {f"leaf{index}": _restore_args(leaf, mesh) for index, leaf in enumerate(recipe.leaves)}
@@ -76,12 +76,12 @@ def check(path: str, recipe: Recipe) -> plain.Comparison:
             return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
 
     with _limits(recipe.large_from), jax.set_mesh(mesh) if recipe.set_mesh else contextlib.nullcontext():
-        return plain.compare(restore, recipe.knobs)
+        return plain_orbax.compare(restore, recipe.knobs)
 
 
 @contextlib.contextmanager
 def _limits(large_from: int | None) -> Iterator[None]:
-    """Lets tiny leaves travel as large ones do; large ones would take too long."""
+    """Has the planner treat small leaves as large ones, because really large ones take too long to test."""
     before = planner._SMALL, planner._LARGE
     if large_from is not None:
         planner._SMALL = planner._LARGE = large_from
@@ -95,16 +95,12 @@ def _save(path: str, recipe: Recipe) -> None:
     mesh = recipe.saved_mesh.make()
     state = {}
     for index, leaf in enumerate(recipe.leaves):
-        data = world.random_array(index, world.Spec(leaf.shape, leaf.dtype))
+        data = states.random_array(index, states.Spec(leaf.shape, leaf.dtype))
         sharding = NamedSharding(mesh, PartitionSpec(*leaf.saved))
         state[f"leaf{index}"] = jax.make_array_from_callback(leaf.shape, sharding, lambda at, data=data: data[at])
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=recipe.chunk_bytes), state)
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (
-            jax.Array,
-            ocp.type_handlers.ArrayHandler(use_replica_parallel=recipe.replica_parallel, array_metadata_store=None),
-        )
-    )
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=recipe.replica_parallel, array_metadata_store=None)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     if jax.process_index() == 0:
         shutil.rmtree(path, ignore_errors=True)
     with ocp.Checkpointer(_handler(recipe, registry)) as checkpointer:
@@ -112,8 +108,8 @@ def _save(path: str, recipe: Recipe) -> None:
 
 
 def _handler(recipe: Recipe, registry: Any) -> ocp.PyTreeCheckpointHandler:
-    more = {} if registry is None else {"type_handler_registry": registry}
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=recipe.ocdbt, use_zarr3=recipe.zarr3, **more)
+    registries = {} if registry is None else {"type_handler_registry": registry}
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=recipe.ocdbt, use_zarr3=recipe.zarr3, **registries)
 
 
 def _restore_args(leaf: LeafRecipe, mesh: Mesh) -> ocp.ArrayRestoreArgs:

@@ -1,0 +1,205 @@
+"""Faults on the processes: context managers that break the restore inside them, stock or ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from orbax.checkpoint._src.multihost import multislice
+from orbax.checkpoint._src.serialization import serialization
+
+from orbax_ext.transfer.collectives import Exchange
+from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.verify import verify
+
+_SLOW = 3.0  # seconds that a reader takes where something else has to happen meanwhile
+
+Read = Callable[..., Awaitable[Any]]
+
+
+def on(
+    rank: int, fault: Callable[[], contextlib.AbstractContextManager[None]]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the fault on one process, and no fault on the others."""
+    return fault() if jax.process_index() == rank else contextlib.nullcontext()
+
+
+# Faults while reading.
+
+
+@contextlib.contextmanager
+def replaced_read(replace: Callable[[Read], Read]) -> Iterator[None]:
+    """Replaces the function that reads one array on this process, for stock Orbax and for orbax_ext."""
+    with mock.patch.object(serialization, "async_deserialize", replace(serialization.async_deserialize)):
+        yield
+
+
+def before_each_read(action: Callable[[], Awaitable[None]]) -> contextlib.AbstractContextManager[None]:
+    """Awaits `action` before each array is read."""
+
+    def replace(original: Read) -> Read:
+        async def read(*args: Any, **kwargs: Any) -> Any:
+            await action()
+            return await original(*args, **kwargs)
+
+        return read
+
+    return replaced_read(replace)
+
+
+def read_error(error: Exception | None = None) -> contextlib.AbstractContextManager[None]:
+    """Has every read fail."""
+
+    async def fail() -> None:
+        raise error or OSError("the disk is gone")
+
+    return before_each_read(fail)
+
+
+def slow_reads(seconds: float = _SLOW, begun: pathlib.Path | None = None) -> contextlib.AbstractContextManager[None]:
+    """Delays every read, all of them at the same time. Creates the file `begun` when the first one begins."""
+
+    async def wait() -> None:
+        if begun is not None:
+            begun.touch()
+        await asyncio.sleep(seconds)
+
+    return before_each_read(wait)
+
+
+def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
+    """Reads one array after the other, with a pause before each."""
+    turn = asyncio.Lock()
+
+    def replace(original: Read) -> Read:
+        async def read(*args: Any, **kwargs: Any) -> Any:
+            async with turn:
+                await asyncio.sleep(pause)
+                return await original(*args, **kwargs)
+
+        return read
+
+    return replaced_read(replace)
+
+
+def signal_in_read(number: signal.Signals) -> contextlib.AbstractContextManager[None]:
+    """Sends the process a signal during its first read."""
+    pending = [number]
+
+    async def send() -> None:
+        await asyncio.sleep(0.5)
+        if pending:
+            os.kill(os.getpid(), pending.pop())
+        await asyncio.sleep(0.5)
+
+    return before_each_read(send)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Takes root's right to read every file from this process."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if before == 0:
+            os.seteuid(before)
+
+
+# Faults of processes that do not read.
+
+
+@contextlib.contextmanager
+def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
+    """Sends the process a signal while the reader reads, after all processes have connected."""
+    connect, connected = Executor.connect, threading.Event()
+
+    async def connect_and_note(*args: Any, **kwargs: Any) -> float:
+        seconds = await connect(*args, **kwargs)
+        connected.set()
+        return seconds
+
+    def watch() -> None:
+        while not begun.exists():
+            time.sleep(0.05)
+        if connected.wait(_SLOW / 2):  # stock Orbax has no such step
+            time.sleep(0.5)  # enough for the other processes to connect, too
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+    with mock.patch.object(Executor, "connect", connect_and_note):
+        yield
+
+
+# Faults in the exchange.
+
+
+def exception_in_exchange(implementation: str) -> contextlib.AbstractContextManager[None]:
+    """Has the process run out of memory just before it enters the collective that moves data."""
+
+    def fail() -> None:
+        raise MemoryError("no room for the exchange")
+
+    # Our first collective only opens the communicator.
+    return before_collective(implementation, 2 if implementation == "ours" else 1, fail)
+
+
+def killed_before_collective(implementation: str, number: int) -> contextlib.AbstractContextManager[None]:
+    """Kills the process when the others enter our collective `number`; stock Orbax has only one collective."""
+    number = number if implementation == "ours" else 1
+    return before_collective(implementation, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@contextlib.contextmanager
+def before_collective(implementation: str, number: int, action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` just before this process enters collective `number` of a restore, counted from 1."""
+    owner: Any = Exchange if implementation == "ours" else multislice
+    name = "_start" if implementation == "ours" else "broadcast_one_replica_to_all"
+    original, calls = getattr(owner, name), 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, counting):
+        yield
+
+
+@contextlib.contextmanager
+def damaging(leaf: str, ranks: list[int]) -> Iterator[None]:
+    """Changes one element of a leaf on the last device of some processes, after the exchange."""
+
+    async def damage_and_verify(session: Any, request: Any, arrays: Any) -> None:
+        arrays = list(arrays)
+        if jax.process_index() in ranks:
+            index = next(i for i, requested in enumerate(request.leaves) if requested.name == leaf)
+            arrays[index] = _with_a_changed_element(arrays[index])
+        await verify(session, request, arrays)
+
+    with mock.patch("orbax_ext.handler.verify", damage_and_verify):
+        yield
+
+
+def _with_a_changed_element(array: jax.Array) -> jax.Array:
+    buffers = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device == jax.local_devices()[-1]:
+            data.reshape(-1).view(np.uint8)[-1] ^= 1
+        buffers.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
