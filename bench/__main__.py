@@ -17,11 +17,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench import plots, results, work
+from bench import network, plots, results, work
 from bench.scenarios import Scenario, scenarios
 from bench.strategies import BASELINES, STOCK_OLDEST, STRATEGIES
 from orbax_ext import lab
-from orbax_ext.lab import network
 
 _LIMIT = 600.0  # seconds for one restore
 _LONG = 75.0  # seconds after which a restore is not run again

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from orbax_ext.lab.network import Links
+from bench.network import Links
 
 MIB = 1 << 20
 _ITEMSIZE = 2  # everything is bfloat16

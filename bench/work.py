@@ -19,10 +19,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
-from bench import memory
+from bench import memory, network
 from bench.scenarios import Scenario
 from bench.strategies import AUTO_WITH_RATES, BASELINES, PLAIN, SINGLE_REPLICA
-from orbax_ext.lab import handlers, network
+from orbax_ext.lab import handlers
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
 

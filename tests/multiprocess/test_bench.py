@@ -8,10 +8,9 @@ import pathlib
 import pytest
 
 from bench import __main__ as bench
-from bench import results
+from bench import network, results
+from bench.network import Links
 from bench.scenarios import Scenario, scenarios
-from orbax_ext.lab import network
-from orbax_ext.lab.network import Links
 
 pytestmark = pytest.mark.once
 
