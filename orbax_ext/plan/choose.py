@@ -59,7 +59,7 @@ def with_cheapest(
     pace: float | None = None,
     read: int = 0,
 ) -> RestorePlan:
-    """Returns the plan with groups `done` and later moved to direct reads where the model expects that to be faster.
+    """Returns the plan with groups `done` and later moved to direct reads where the cost model expects a gain.
 
     Without rates, all groups are moved if the state is too small to be worth an exchange. `pace` is the seconds that a
     group has taken so far; by default it is computed from the rates. Groups before `read` have been read already: they

@@ -178,7 +178,7 @@ def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes:
 def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: int) -> list[Bundle]:
     """Makes bundles of which every replica reads a disjoint share, as equal in bytes as chunks allow."""
     small: list[int] = []
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    equals: dict[tuple[object, ...], list[int]] = defaultdict(list)
     splits: dict[int, tuple[tuple[str, int], ...]] = {}
     for index, leaf in leaves.items():
         assigned = split(leaf.block, leaf.chunk, axes)
@@ -187,10 +187,10 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: in
             small.append(index)
             continue
         splits[index] = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
-        alike[leaf.block, leaf.dtype, splits[index]].append(index)
+        equals[leaf.block, leaf.dtype, splits[index]].append(index)
     made: list[Bundle] = []
     alone: list[int] = []  # large leaves that are too few for a batch
-    for indices in alike.values():
+    for indices in equals.values():
         cut = splits[indices[0]]
         lanes = tuple(axis for axis in axes if axis not in dict(cut))
         count = math.prod(axes[lane] for lane in lanes)

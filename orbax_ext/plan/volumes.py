@@ -46,9 +46,9 @@ class Loads:
         """Returns the load of groups that are read once and exchanged."""
         read, link, arrays = (np.zeros(self._processes) for _ in range(3))
         sizes = _block_bytes(self._leaves)
-        for (mesh, axes), alike in _by_replicas(groups).items():
+        for (mesh, axes), equals in _by_replicas(groups).items():
             copies = self._copies(mesh, axes)
-            total = _exchanged(alike, sizes, copies.replicas)
+            total = _exchanged(equals, sizes, copies.replicas)
             # Shares of one pack differ, but those of many even out.
             even = (total.read - total.read_by_one).mean()
             read += copies.by_process(copies.brought(total.read_by_one + even), self._processes)
