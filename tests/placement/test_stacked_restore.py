@@ -37,7 +37,7 @@ def test_leaves_without_a_sharding_are_refused() -> None:
         orbax_ext.restore_args({"layer": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}, stacked=True)
 
 
-def test_args_remember_the_shape_asked_for_of_keys_too() -> None:
+def test_args_keep_the_shape_asked_for_of_keys_too() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
     tree = {"key": jax.ShapeDtypeStruct((), key.dtype, sharding=sharding), "n": 3}
