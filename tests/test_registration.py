@@ -28,15 +28,15 @@ def test_register_and_unregister_nest() -> None:
     assert current() is stock
 
 
-def test_unregister_without_register_says_so() -> None:
+def test_unregister_without_register_is_an_error() -> None:
     with pytest.raises(ValueError, match="not registered"):
         orbax_ext.unregister()
 
 
-def test_registered_puts_back_what_was_there_after_an_exception() -> None:
+def test_registered_restores_the_previous_handler_after_an_exception() -> None:
     stock = current()
     with pytest.raises(RuntimeError), orbax_ext.registered():  # noqa: PT012
-        orbax_ext.register()  # left behind on purpose
+        orbax_ext.register()  # never unregistered
         raise RuntimeError
     assert current() is stock
     with pytest.raises(ValueError, match="not registered"):
@@ -50,7 +50,7 @@ def test_a_bad_knob_leaves_the_registry_alone() -> None:
     assert current() is stock
 
 
-def test_the_settings_for_saving_are_taken_over() -> None:
+def test_the_new_handler_keeps_the_settings_for_saving() -> None:
     stock = current()
     store = stock._array_metadata_store
     mine = type_handlers.ArrayHandler(metadata_key=".zmeta", use_replica_parallel=False, array_metadata_store=store)
@@ -64,7 +64,7 @@ def test_the_settings_for_saving_are_taken_over() -> None:
         type_handlers.register_type_handler(jax.Array, stock, override=True)
 
 
-def test_the_handler_is_a_one_word_replacement_for_the_stock_one() -> None:
+def test_the_handler_takes_the_arguments_of_the_stock_one() -> None:
     handler = orbax_ext.BroadcastArrayHandler(1, 2, 3, 0.5)
     assert isinstance(handler, type_handlers.SingleReplicaArrayHandler)
     assert handler.options == Options(
@@ -76,7 +76,7 @@ def test_the_handler_is_a_one_word_replacement_for_the_stock_one() -> None:
     assert (handler.replica_axis_index, handler.primary_replica_id) == (1, 2)
 
 
-def test_restore_args_say_what_the_abstract_tree_says() -> None:
+def test_restore_args_have_the_shapes_dtypes_and_shardings_of_the_abstract_tree() -> None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {
         "array": jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding),
@@ -92,13 +92,13 @@ def test_restore_args_say_what_the_abstract_tree_says() -> None:
     assert not isinstance(args["number"], type_handlers.ArrayRestoreArgs)
 
 
-def test_restore_args_must_come_with_a_restore() -> None:
+def test_a_restore_without_restore_args_is_refused() -> None:
     handler = orbax_ext.BroadcastArrayHandler()
     with pytest.raises(ValueError, match="ArrayRestoreArgs"):
         asyncio.run(handler.deserialize([], None))
 
 
-def test_the_handler_with_a_registry_of_its_own_leaves_the_global_one_alone() -> None:
+def test_pytree_handler_leaves_the_global_registry_alone() -> None:
     stock = current()
     assert isinstance(orbax_ext.pytree_handler(replica_axis="dp", use_ocdbt=False), ocp.PyTreeCheckpointHandler)
     assert current() is stock

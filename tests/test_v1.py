@@ -1,4 +1,4 @@
-"""v1 Contexts on one process: which handler they use, whose options they have. Loading is tested on several."""
+"""v1 Contexts on one process: their handlers and options. Loading is tested on several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_broadcast = pytest.mark.skipif(not HAS_BROADCAST, reason="Orbax 0.11.33 ha
 
 
 def handler(context: Any = None) -> Any:
-    """The handler that v1 makes for a Context, or for the active one."""
+    """Returns the handler that v1 makes for a Context, or for the active one."""
     return array_leaf_handler.ArrayLeafHandler(context=context)._handler_impl
 
 
@@ -43,24 +43,24 @@ def test_a_context_made_from_ours_is_ours_too() -> None:
         assert handler().options.stall_timeout == 7.0
 
 
-def test_the_options_of_the_active_or_given_context_are_kept() -> None:
+def test_our_context_keeps_the_options_of_the_active_or_given_one() -> None:
     multiprocessing = ocp_v1.options.MultiprocessingOptions(barrier_sync_key_prefix="mine")
     theirs = ocp_v1.Context(multiprocessing_options=multiprocessing)
-    found = [orbax_ext.v1.context(theirs)]
+    contexts = [orbax_ext.v1.context(theirs)]
     with theirs:
-        found.append(orbax_ext.v1.context())
-    assert [each.multiprocessing_options.barrier_sync_key_prefix for each in found] == ["mine", "mine"]
-    assert isinstance(handler(found[0]), orbax_ext.BroadcastArrayHandler)
+        contexts.append(orbax_ext.v1.context())
+    assert [ours.multiprocessing_options.barrier_sync_key_prefix for ours in contexts] == ["mine", "mine"]
+    assert isinstance(handler(contexts[0]), orbax_ext.BroadcastArrayHandler)
     assert type(handler(theirs)) is ocp.type_handlers.ArrayHandler
 
 
 def test_other_threads_are_not_affected() -> None:
-    found = []
+    types = []
     with orbax_ext.v1.context():
-        thread = threading.Thread(target=lambda: found.append(type(handler())))
+        thread = threading.Thread(target=lambda: types.append(type(handler())))
         thread.start()
         thread.join(60)
-    assert found == [ocp.type_handlers.ArrayHandler]
+    assert types == [ocp.type_handlers.ArrayHandler]
 
 
 def test_bad_knobs_are_refused_at_once() -> None:
@@ -71,19 +71,19 @@ def test_bad_knobs_are_refused_at_once() -> None:
 
 
 @needs_broadcast
-def test_load_and_broadcast_options_fill_in_what_is_not_given() -> None:
+def test_load_and_broadcast_options_fill_in_missing_knobs() -> None:
     theirs = broadcasting(replica_axis_index=1, primary_replica_id=2, broadcast_memory_limit_bytes=1000)
-    found = handler(orbax_ext.v1.context(theirs, primary_replica_id=3)).options
-    assert (found.axes, found.primary_replica_id, found.broadcast_memory_limit_bytes) == ((1,), 3, 1000)
+    options = handler(orbax_ext.v1.context(theirs, primary_replica_id=3)).options
+    assert (options.axes, options.primary_replica_id, options.broadcast_memory_limit_bytes) == ((1,), 3, 1000)
     assert handler(orbax_ext.v1.context(theirs, replica_axis="dp")).options.axes == ("dp",)
 
 
 @needs_broadcast
-def test_a_context_of_the_users_own_is_served_while_we_are_registered() -> None:
+def test_a_user_s_own_context_loads_through_our_handler_while_it_is_registered() -> None:
     theirs = broadcasting(replica_axis_index=1)
     with orbax_ext.registered(stall_timeout=7.0):
-        found = handler(theirs)
-        assert (found.options.axes, found.options.stall_timeout) == ((1,), 7.0)
+        options = handler(theirs).options
+        assert (options.axes, options.stall_timeout) == ((1,), 7.0)
         assert type(handler(ocp_v1.Context())) is ocp.type_handlers.ArrayHandler
     assert type(handler(theirs)) is ocp.type_handlers.SingleReplicaArrayHandler
 

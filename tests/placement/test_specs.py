@@ -30,9 +30,9 @@ MESH = AbstractMesh((1, 4, 2), ("a", "b", "c"), axis_types=(AxisType.Auto, AxisT
 def test_the_canonical_spec_has_no_axes_of_size_1_and_no_trailing_none(
     spec: PartitionSpec, expected: PartitionSpec
 ) -> None:
-    found = orbax_ext.canonical_spec(NamedSharding(MESH, spec))
-    assert found == expected
-    assert orbax_ext.canonical_spec(NamedSharding(MESH, found)) == found
+    canonical = orbax_ext.canonical_spec(NamedSharding(MESH, spec))
+    assert canonical == expected
+    assert orbax_ext.canonical_spec(NamedSharding(MESH, canonical)) == canonical
 
 
 def test_a_single_device_has_an_empty_spec() -> None:
@@ -60,7 +60,7 @@ def test_a_spec_is_split_by_the_types_of_its_axes(
     assert specs.split_by_axis_type(NamedSharding(MESH, spec)) == (explicit, auto)
 
 
-def test_an_auto_axis_before_an_explicit_one_can_not_be_split() -> None:
+def test_an_auto_axis_before_an_explicit_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"auto axis before an explicit one .*\('c', 'b'\)"):
         specs.split_by_axis_type(NamedSharding(MESH, P(("c", "b"))))
 
@@ -70,24 +70,24 @@ def grid(tiles: tuple[int, ...], by_device: dict[str, tuple[int, ...]]) -> specs
     return specs.LocalGrid(tiles, held, by_device)
 
 
-def test_tiles_that_lie_apart_are_laid_side_by_side() -> None:
-    found = grid((4, 2), {"x": (1, 0), "y": (1, 1), "z": (3, 0), "w": (3, 1)})
-    assert found.is_box
-    assert found.local_shape((8, 6)) == (4, 6)
-    assert found.global_shape((4, 6)) == (8, 6)
-    assert found.piece("z", (4, 6)) == (slice(2, 4), slice(0, 3))
+def test_the_local_array_joins_tiles_that_lie_apart() -> None:
+    local_grid = grid((4, 2), {"x": (1, 0), "y": (1, 1), "z": (3, 0), "w": (3, 1)})
+    assert local_grid.is_box
+    assert local_grid.local_shape((8, 6)) == (4, 6)
+    assert local_grid.global_shape((4, 6)) == (8, 6)
+    assert local_grid.piece("z", (4, 6)) == (slice(2, 4), slice(0, 3))
 
 
 def test_tiles_on_a_diagonal_are_not_one_box() -> None:
     assert not grid((2, 2), {"x": (0, 0), "y": (1, 1)}).is_box
 
 
-def test_a_ragged_part_has_no_global_shape() -> None:
+def test_a_part_that_is_no_multiple_of_the_tiles_has_no_global_shape() -> None:
     assert grid((4,), {"x": (0,), "y": (1,)}).global_shape((3,)) is None
 
 
 def test_the_grid_of_one_device_is_the_whole_array() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), P("x"))
-    found = specs.LocalGrid.of(sharding, 2)
-    assert found.tiles == (1, 1)
-    assert found.local_shape((3, 5)) == found.global_shape((3, 5)) == (3, 5)
+    local_grid = specs.LocalGrid.of(sharding, 2)
+    assert local_grid.tiles == (1, 1)
+    assert local_grid.local_shape((3, 5)) == local_grid.global_shape((3, 5)) == (3, 5)

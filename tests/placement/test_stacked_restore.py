@@ -37,7 +37,7 @@ def test_leaves_without_a_sharding_are_refused() -> None:
         orbax_ext.restore_args({"layer": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}, stacked=True)
 
 
-def test_args_remember_the_shape_asked_for_of_keys_too() -> None:
+def test_args_keep_the_shape_asked_for_of_keys_too() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
     tree = {"key": jax.ShapeDtypeStruct((), key.dtype, sharding=sharding), "n": 3}
@@ -45,3 +45,40 @@ def test_args_remember_the_shape_asked_for_of_keys_too() -> None:
     assert args["key"].asked_shape == ()
     assert not isinstance(args["n"], stacked_restore.StackedRestoreArgs)
     assert not isinstance(orbax_ext.restore_args(tree)["key"], stacked_restore.StackedRestoreArgs)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "shape", "spec"),
+    [
+        ((8, 4, 6), (4, 6), (1, 4, 6), (None, "x")),  # only the first row is read
+        ((4, 6), (8, 4, 6), (4, 6), (None,)),
+    ],
+    ids=["stacked-in-checkpoint", "stacked-in-target"],
+)
+def test_a_leaf_is_restored_as_it_is_stored(
+    stored: tuple[int, ...], asked: tuple[int, ...], shape: tuple[int, ...], spec: tuple[str | None, ...]
+) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    target = NamedSharding(mesh, PartitionSpec("x", None) if len(asked) == 3 else PartitionSpec("x"))
+    arg = stacked_restore.StackedRestoreArgs(sharding=target, dtype=np.float32, asked_shape=asked)
+    conversion = stacked_restore.conversion("w", stored, False, arg)
+    assert conversion is not None
+    assert not isinstance(conversion.args, stacked_restore.StackedRestoreArgs)
+    assert (conversion.args.global_shape, conversion.args.dtype) == (shape, np.float32)
+    assert conversion.args.sharding == NamedSharding(mesh, PartitionSpec(*spec))
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    converted = conversion.convert(jax.device_put(array, conversion.args.sharding))
+    assert converted.sharding == target
+    assert np.asarray(converted).tolist() == np.broadcast_to(array.reshape(4, 6), asked).tolist()
+
+
+@pytest.mark.parametrize(("stored", "asked"), [((4, 6), (4, 6)), ((8, 6), (4, 6)), ((4, 6), None)])
+def test_other_leaves_are_not_converted(stored: tuple[int, ...], asked: tuple[int, ...] | None) -> None:
+    arg = stacked_restore.StackedRestoreArgs(asked_shape=asked)
+    assert stacked_restore.conversion("w", stored, False, arg) is None
+
+
+def test_a_leaf_that_needs_a_conversion_needs_a_known_kind_of_sharding() -> None:
+    arg = stacked_restore.StackedRestoreArgs(sharding=None, asked_shape=(6,))
+    with pytest.raises(ValueError, match=r"leaf w: expected a NamedSharding or SingleDeviceSharding .* found None"):
+        stacked_restore.conversion("w", (8, 6), False, arg)

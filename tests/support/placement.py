@@ -1,4 +1,4 @@
-"""What the scenarios share. They run inside the processes of a cluster."""
+"""Helpers for the scenarios of tests/multiprocess/placement, which run inside the processes of a cluster."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _listening: list[bool] = []
 
 
 def make_mesh(types: tuple[Any, ...] = (AUTO, AUTO, AUTO)) -> Mesh:
-    """Eight devices as a=1, b=4, c=2."""
+    """Returns a mesh of eight devices: a=1, b=4, c=2."""
     return Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("a", "b", "c"), axis_types=types)
 
 
 def each_scope() -> Iterator[str]:
-    """The names of all scopes, each while it is in force."""
+    """Yields the name of every scope while that scope is in force."""
     for name in ("none", "auto", "explicit", "mixed", "devices in another order", "one process's devices"):
         with scope(name):
             yield name
@@ -47,9 +47,9 @@ def scope(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_programs() -> Iterator[None]:
-    """Asserts that nothing is compiled meanwhile. Use shapes that no earlier program has been compiled for."""
+    """Asserts that the block compiles no program. Use shapes for which nothing was compiled before."""
     if not _listening:
-        jax.monitoring.register_event_duration_secs_listener(_note)
+        jax.monitoring.register_event_duration_secs_listener(_count_compilation)
         _listening.append(True)
         jax.jit(lambda x: x + 1)(np.zeros((3, 1, 4)))
         assert _compiled[0] > 0, "this release of JAX reports compilations under another name"
@@ -58,22 +58,22 @@ def no_programs() -> Iterator[None]:
     assert _compiled[0] == before, f"{_compiled[0] - before} programs were compiled"
 
 
-def _note(event: str, duration: float, **rest: Any) -> None:
+def _count_compilation(event: str, duration: float, **rest: Any) -> None:
     _compiled[0] += event == _COMPILED
 
 
 def assert_holds(array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
-    """This process's shards have exactly the bytes that belong there."""
+    """Asserts that this process's shards have exactly the expected bytes."""
     assert array.shape == expected.shape
-    assert array.addressable_shards, "nothing to compare"
+    assert array.addressable_shards, "there is nothing to compare"
     for shard in array.addressable_shards:
-        found = np.asarray(shard.data)
-        assert found.dtype == expected.dtype
-        assert found.tobytes() == expected[shard.index].tobytes(), shard
+        data = np.asarray(shard.data)
+        assert data.dtype == expected.dtype
+        assert data.tobytes() == expected[shard.index].tobytes(), shard
 
 
 def some_keys(impl: str = "threefry2x32") -> jax.Array:
-    """Eight typed keys, without the program that jax.random.split would be."""
+    """Returns eight typed keys without running a program, as jax.random.split would."""
     words = {"threefry2x32": 2, "rbg": 4}[impl]
     return jax.random.wrap_key_data(np.arange(8 * words, dtype=np.uint32).reshape(8, words), impl=impl)
 
@@ -82,8 +82,8 @@ def pointers(array: jax.Array) -> dict[Any, int]:
     return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
-def said_by(call: Callable[[], Any]) -> str:
-    """The exception that a call raises, as text, or "" if it raises none."""
+def error_of(call: Callable[[], Any]) -> str:
+    """Returns the exception that a call raises as text, or "" if it raises none."""
     try:
         call()
     except Exception as error:
@@ -92,7 +92,7 @@ def said_by(call: Callable[[], Any]) -> str:
 
 
 def waits_for_process_1(name: str, call: Callable[[], Any], patience: float = 2.0) -> bool:
-    """Whether a call on all processes but number 1 waits until number 1 makes it too. Runs on every process."""
+    """Returns whether a call on all other processes waits until process 1 makes it too. Runs on every process."""
     client = coordination_client()
     if jax.process_index() == 1:
         client.blocking_key_value_get(f"join/{name}", 60_000)

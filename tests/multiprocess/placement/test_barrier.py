@@ -1,4 +1,4 @@
-"""barrier on real processes."""
+"""`barrier` on real processes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
-from tests.support.placement import no_programs, said_by, waits_for_process_1
+from tests.support.placement import error_of, no_programs, waits_for_process_1
 
 
-def met_again_and_again() -> None:
+def meet_repeatedly() -> None:
     with no_programs():
         for number in range(5):
             orbax_ext.barrier("between steps", timeout=60)
             orbax_ext.barrier(f"named {number % 2}/in", timeout=60)
 
 
-def without_the_last(timeout: float) -> str:
+def meet_without_the_last(timeout: float) -> str:
     if jax.process_index() == jax.process_count() - 1:
         return ""
-    return said_by(lambda: orbax_ext.barrier("not for everyone", timeout=timeout))
+    return error_of(lambda: orbax_ext.barrier("not for everyone", timeout=timeout))
 
 
-def at_different_ones(timeout: float) -> str:
+def meet_at_different_barriers(timeout: float) -> str:
     name = "this" if jax.process_index() == 0 else "that"
-    return said_by(lambda: orbax_ext.barrier(name, timeout=timeout))
+    return error_of(lambda: orbax_ext.barrier(name, timeout=timeout))
 
 
-def then_together() -> str:
-    return said_by(lambda: orbax_ext.barrier("not for everyone", timeout=60))
+def meet_together() -> str:
+    return error_of(lambda: orbax_ext.barrier("not for everyone", timeout=60))
 
 
 def bad_arguments() -> list[str]:
-    return [said_by(lambda: orbax_ext.barrier("")), said_by(lambda: orbax_ext.barrier("x", timeout=0))]
+    return [error_of(lambda: orbax_ext.barrier("")), error_of(lambda: orbax_ext.barrier("x", timeout=0))]
 
 
 def stock_waits() -> bool:
@@ -44,29 +44,29 @@ def stock_waits() -> bool:
     return waits_for_process_1("sync", lambda: multihost_utils.sync_global_devices("stock"))
 
 
-def test_all_processes_meet_as_often_as_they_like(cluster: lab.Cluster) -> None:
-    cluster.run(met_again_and_again)
+def test_all_processes_can_meet_repeatedly(cluster: lab.Cluster) -> None:
+    cluster.run(meet_repeatedly)
 
 
-def test_the_missing_process_is_named_and_a_later_meeting_works(several: lab.Cluster) -> None:
-    """Stock's sync_global_devices has no limit and names nobody: it still waits when this one has given up."""
+def test_a_missing_process_is_named_and_a_later_meeting_works(several: lab.Cluster) -> None:
+    """Stock: sync_global_devices has no limit and names nobody; it still waits when our barrier has given up."""
     assert all(several.run(stock_waits))
     last = several.processes - 1
-    for rank, said in enumerate(several.run(without_the_last, 1.0)):
+    for rank, error in enumerate(several.run(meet_without_the_last, 1.0)):
         if rank != last:
-            assert said.startswith("MeetingTimeoutError: barrier 'not for everyone'")
-            assert f"still missing: process {last}." in said
-    assert set(several.run(then_together)) == {""}
+            assert error.startswith("MeetingTimeoutError: barrier 'not for everyone'")
+            assert f"still missing: process {last}." in error
+    assert set(several.run(meet_together)) == {""}
 
 
 def test_processes_at_different_barriers_name_each_other(several: lab.Cluster) -> None:
     if several.processes != 4:
-        pytest.skip("four processes show it")
-    first, *others = several.run(at_different_ones, 1.0)
+        pytest.skip("shown by four processes")
+    first, *others = several.run(meet_at_different_barriers, 1.0)
     assert "barrier 'this'" in first
-    assert f"still missing: process {', '.join(map(str, range(1, several.processes)))}." in first
-    # Without process 0 each gives up by itself, and one that has left is missing to those who leave after it.
-    assert all(re.search("barrier 'that'.* still missing: process 0[.,]", said) for said in others)
+    assert f"still missing: processes {', '.join(map(str, range(1, several.processes)))}." in first
+    # Without process 0 each gives up alone; processes that have left are missing for those that leave later.
+    assert all(re.search("barrier 'that'.* still missing: process(es)? 0[.,]", error) for error in others)
 
 
 def test_a_barrier_needs_a_name_and_a_limit(cluster: lab.Cluster) -> None:

@@ -1,4 +1,4 @@
-"""match_sharding on real processes: auto, explicit and mixed axes, in and outside of jit."""
+"""`match_sharding` on real processes: auto, explicit and mixed axes, in and outside of jit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support.placement import (
     P,
     assert_holds,
     each_scope,
+    error_of,
     make_mesh,
     no_programs,
     pointers,
-    said_by,
     scope,
     some_keys,
 )
@@ -47,46 +47,46 @@ def spelled_differently(types: Any) -> None:
         x = {"x": orbax_ext.shard(HOST, NamedSharding(mesh, source)), "key": keys}
         like = {"x": NamedSharding(mesh, target), "key": NamedSharding(mesh, P(("a", "b")))}
         with no_programs():
-            found = orbax_ext.match_sharding(x, like)
-        assert str(found["x"].sharding.spec) == str(target)
-        assert found["x"].sharding == like["x"]
-        assert pointers(found["x"]) == pointers(x["x"])  # the same buffers
-        assert found["key"].sharding.spec == P(("a", "b"))
-        assert orbax_ext.canonical_spec(found["x"].sharding) == orbax_ext.canonical_spec(x["x"].sharding) == P("b")
-        again = orbax_ext.match_sharding(found, like)
-        assert again["x"] is found["x"]
+            matched = orbax_ext.match_sharding(x, like)
+        assert str(matched["x"].sharding.spec) == str(target)
+        assert matched["x"].sharding == like["x"]
+        assert pointers(matched["x"]) == pointers(x["x"])  # the same buffers
+        assert matched["key"].sharding.spec == P(("a", "b"))
+        assert orbax_ext.canonical_spec(matched["x"].sharding) == orbax_ext.canonical_spec(x["x"].sharding) == P("b")
+        again = orbax_ext.match_sharding(matched, like)
+        assert again["x"] is matched["x"]
 
 
 def other_mesh_same_place() -> None:
-    """Another mesh, even in another order of devices, that puts every part where it is already."""
+    """The other mesh has another order of devices, but puts every part on the device where it already is."""
     mesh = make_mesh()
     turned = Mesh(np.array(jax.devices()).reshape(4, 2).T, ("q", "r"), axis_types=(EXPLICIT, EXPLICIT))
     x = orbax_ext.shard(HOST, NamedSharding(mesh, P("b", "c")))
     with no_programs():
-        found = orbax_ext.match_sharding(x, NamedSharding(turned, P("r", "q")))
-    assert found.sharding == NamedSharding(turned, P("r", "q"))
-    assert pointers(found) == pointers(x)
-    assert_holds(found, HOST)
+        matched = orbax_ext.match_sharding(x, NamedSharding(turned, P("r", "q")))
+    assert matched.sharding == NamedSharding(turned, P("r", "q"))
+    assert pointers(matched) == pointers(x)
+    assert_holds(matched, HOST)
 
 
 def moved_outside_jit(types: Any) -> None:
     mesh = make_mesh(types)
     like = [orbax_ext.shard(HOST, NamedSharding(mesh, spec)) for spec in LAYOUTS]
-    found = orbax_ext.match_sharding(like, like[1:] + like[:1])
-    for moved, target in zip(found, like[1:] + like[:1], strict=True):
+    matched = orbax_ext.match_sharding(like, like[1:] + like[:1])
+    for moved, target in zip(matched, like[1:] + like[:1], strict=True):
         assert moved.sharding == target.sharding
         assert_holds(moved, HOST)
 
 
 def moved_under_any_scope() -> None:
-    """Stock device_put fails under set_mesh of other devices, or of these in another order."""
+    """Stock: device_put fails under a set_mesh of other devices, or of the same ones in another order."""
     turned = Mesh(np.array(jax.devices()[::-1]), ("r",))
     x = orbax_ext.shard(HOST, NamedSharding(make_mesh(), P("b")))
     target = NamedSharding(turned, P("r"))
     stock = {}
     for name in each_scope():
         assert_holds(orbax_ext.match_sharding(x, target), HOST)
-        stock[name] = said_by(lambda: jax.device_put(x, target))
+        stock[name] = error_of(lambda: jax.device_put(x, target))
     assert stock["none"] == ""
     assert "incompatible devices" in stock["explicit"]
 
@@ -97,10 +97,10 @@ def moved_inside_jit(types: Any, scoped: str) -> None:
     like = {str(spec): NamedSharding(mesh, spec) for spec in targets}
     with scope(scoped):
         x = {name: orbax_ext.shard(HOST, NamedSharding(mesh, P(None, "c"))) for name in like}
-        found = jax.jit(lambda tree: orbax_ext.match_sharding(tree, like))(x)
+        matched = jax.jit(lambda tree: orbax_ext.match_sharding(tree, like))(x)
     for name in like:
-        assert found[name].sharding.is_equivalent_to(like[name], 2), name
-        assert_holds(found[name], HOST)
+        assert matched[name].sharding.is_equivalent_to(like[name], 2), name
+        assert_holds(matched[name], HOST)
 
 
 def _expressible(mesh: Mesh, spec: Any) -> bool:
@@ -123,36 +123,38 @@ def free_inside_jit() -> None:
             assert not COLLECTIVE.search(program.as_text()), target
             assert_holds(program(x), HOST * 2)
             gathered = jax.jit(lambda x: orbax_ext.match_sharding(x, NamedSharding(mesh, P()))).lower(x).compile()
-            assert COLLECTIVE.search(gathered.as_text())  # where data must move, the same search finds it
+            assert COLLECTIVE.search(gathered.as_text())  # the search does find programs that move data
 
 
 def like_a_traced_array() -> None:
-    """Inside jit `like` may be an argument too: its type says how it is sharded, of explicit axes."""
+    """Inside jit `like` may be an argument too: its type shows the sharding over explicit axes."""
     for types in TYPES.values():
         mesh = make_mesh(types)
         x = orbax_ext.shard(HOST, NamedSharding(mesh, P("c")))
         like = orbax_ext.shard(HOST, NamedSharding(mesh, P(None, "b")))
         with jax.set_mesh(mesh):
-            found = jax.jit(lambda x, like: orbax_ext.match_sharding({"x": x, "n": 3}, {"x": like, "n": None}))(x, like)
-        assert found["n"] == 3
-        assert_holds(found["x"], HOST)
+            matched = jax.jit(lambda x, like: orbax_ext.match_sharding({"x": x, "n": 3}, {"x": like, "n": None}))(
+                x, like
+            )
+        assert matched["n"] == 3
+        assert_holds(matched["x"], HOST)
         if types == (EXPLICIT,) * 3:
-            assert found["x"].sharding.is_equivalent_to(like.sharding, 2)
+            assert matched["x"].sharding.is_equivalent_to(like.sharding, 2)
 
 
 def like_an_abstract_tree() -> None:
-    """`jax.eval_shape` says how explicit axes are used, on a mesh that names no devices."""
+    """`jax.eval_shape` returns shardings over explicit axes on a mesh without devices."""
     mesh = make_mesh((EXPLICIT,) * 3)
     x = orbax_ext.shard(HOST, NamedSharding(mesh, P("b")))
     with jax.set_mesh(mesh):
         like = jax.eval_shape(lambda x: jax.sharding.reshard(x, P("c", "b")), x)
         assert not isinstance(like.sharding.mesh, Mesh)
         placed = orbax_ext.match_sharding(HOST, like)
-    for found in (placed, orbax_ext.match_sharding(x, like)):
-        assert found.sharding == NamedSharding(mesh, P("c", "b"))
-        assert_holds(found, HOST)
-    said = said_by(lambda: orbax_ext.match_sharding({"w": HOST}, {"w": like}))
-    assert "leaf w: expected a sharding on a mesh of devices" in said
+    for matched in (placed, orbax_ext.match_sharding(x, like)):
+        assert matched.sharding == NamedSharding(mesh, P("c", "b"))
+        assert_holds(matched, HOST)
+    error = error_of(lambda: orbax_ext.match_sharding({"w": HOST}, {"w": like}))
+    assert "leaf w: expected a sharding on a mesh of devices" in error
 
 
 def to_host_memory_inside_jit() -> None:
@@ -161,10 +163,10 @@ def to_host_memory_inside_jit() -> None:
         x = orbax_ext.shard(HOST, NamedSharding(mesh, P("b")))
         target = NamedSharding(mesh, P("c"), memory_kind="pinned_host")
         with jax.set_mesh(mesh):
-            found = jax.jit(lambda x, target=target: orbax_ext.match_sharding(x * 1, target))(x)
-        assert found.sharding.memory_kind == "pinned_host"
-        assert found.sharding.is_equivalent_to(target, 2)
-        assert_holds(found, HOST)
+            matched = jax.jit(lambda x, target=target: orbax_ext.match_sharding(x * 1, target))(x)
+        assert matched.sharding.memory_kind == "pinned_host"
+        assert matched.sharding.is_equivalent_to(target, 2)
+        assert_holds(matched, HOST)
 
 
 def constants_and_keys_inside_jit() -> None:
@@ -172,14 +174,14 @@ def constants_and_keys_inside_jit() -> None:
     keys = orbax_ext.shard(some_keys(), NamedSharding(mesh, P("b")))
     target = NamedSharding(mesh, P("c"))
     with jax.set_mesh(mesh):
-        found, moved = jax.jit(lambda keys: orbax_ext.match_sharding((HOST, keys), target))(keys)
-    assert found.sharding.is_equivalent_to(target, 2)
-    assert_holds(found, HOST)
+        matched, moved = jax.jit(lambda keys: orbax_ext.match_sharding((HOST, keys), target))(keys)
+    assert matched.sharding.is_equivalent_to(target, 2)
+    assert_holds(matched, HOST)
     assert moved.sharding.is_equivalent_to(target, 1)
 
 
 def to_and_from_one_process() -> None:
-    """What device_put does not do: a local copy to a global sharding, and back."""
+    """Moves a local copy to a global sharding and back, which device_put does not do."""
     mesh = make_mesh()
     everywhere = NamedSharding(mesh, P())
     here = SingleDeviceSharding(jax.local_devices()[0])
@@ -197,8 +199,8 @@ def to_and_from_one_process() -> None:
         assert_holds(orbax_ext.match_sharding(pinned, spread["x"]), HOST)
     if jax.process_count() > 1:
         cut = orbax_ext.shard(HOST, NamedSharding(mesh, P("b")))
-        said = said_by(lambda: orbax_ext.match_sharding({"w": cut}, here))
-        assert "match_sharding: leaf w is spread over several processes" in said
+        error = error_of(lambda: orbax_ext.match_sharding({"w": cut}, here))
+        assert "match_sharding: leaf w is spread over several processes" in error
 
 
 def impossible() -> dict[str, str]:
@@ -208,14 +210,14 @@ def impossible() -> dict[str, str]:
     outside = orbax_ext.match_sharding(x, bad)
     assert outside.sharding == bad
     return {
-        "inside jit": said_by(lambda: jax.jit(lambda x: orbax_ext.match_sharding({"w": x}, bad))(x)),
-        "shape": said_by(lambda: orbax_ext.match_sharding({"w": x[:3]}, NamedSharding(mesh, P("b")))),
-        "spec": said_by(lambda: orbax_ext.canonical_spec(P("b"))),
+        "inside jit": error_of(lambda: jax.jit(lambda x: orbax_ext.match_sharding({"w": x}, bad))(x)),
+        "shape": error_of(lambda: orbax_ext.match_sharding({"w": x[:3]}, NamedSharding(mesh, P("b")))),
+        "spec": error_of(lambda: orbax_ext.canonical_spec(P("b"))),
     }
 
 
 def explicit_state(mesh: Mesh) -> dict[str, jax.Array]:
-    """Made on one kind of mesh: the spec does not name the axis of size 1, as another program may have saved it."""
+    """Returns state whose spec does not name the axis of size 1, as another program may have saved it."""
     return {
         "w": orbax_ext.shard(HOST, NamedSharding(mesh, P("b", "c"))),
         "b": orbax_ext.shard(HOST[0], NamedSharding(mesh, P("c"))),
@@ -223,7 +225,7 @@ def explicit_state(mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def asserting_step(state: dict[str, Any]) -> dict[str, Any]:
-    """A training step with explicit axes: with_sharding_constraint compares, it does not move."""
+    """A training step with explicit axes: with_sharding_constraint compares shardings and moves nothing."""
     state = {
         "w": jax.lax.with_sharding_constraint(state["w"], P(("a", "b"), "c")),
         "b": jax.lax.with_sharding_constraint(state["b"], P("c")),
@@ -236,7 +238,7 @@ def asserted_step() -> str:
     state = explicit_state(mesh)
     like = {"w": NamedSharding(mesh, P(("a", "b"), "c")), "b": NamedSharding(mesh, P("c"))}
     with jax.set_mesh(mesh):
-        stock = said_by(lambda: jax.jit(asserting_step)(state))
+        stock = error_of(lambda: jax.jit(asserting_step)(state))
         stepped = jax.jit(asserting_step)(orbax_ext.match_sharding(state, like))
     assert_holds(stepped["w"], HOST * 2 + HOST[0])
     return stock
@@ -268,12 +270,12 @@ def test_a_change_of_spelling_moves_nothing(cluster: lab.Cluster, types: Any) ->
 
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
-def test_data_moves_to_exactly_the_sharding_asked_for(cluster: lab.Cluster, types: Any) -> None:
+def test_data_moves_to_the_exact_sharding_outside_jit(cluster: lab.Cluster, types: Any) -> None:
     cluster.run(moved_outside_jit, types)
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_it_does_so_inside_jit(cluster: lab.Cluster, types: str) -> None:
+def test_data_moves_to_the_exact_sharding_inside_jit(cluster: lab.Cluster, types: str) -> None:
     for scoped in ("none", types) if types == "mixed" else (types,):
         cluster.run(moved_inside_jit, TYPES[types], scoped)
 
@@ -291,11 +293,11 @@ def test_it_does_so_inside_jit(cluster: lab.Cluster, types: str) -> None:
     ],
     ids=lambda scenario: scenario.__name__.replace("_", "-"),
 )
-def test_shardings_are_matched(cluster: lab.Cluster, scenario: Any) -> None:
+def test_a_scenario_matches_shardings(cluster: lab.Cluster, scenario: Any) -> None:
     cluster.run(scenario)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9.0 can't compile it for CPU devices, by any way")
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9.0 can't compile this for CPU devices")
 def test_memory_kinds_are_matched_inside_jit(cluster: lab.Cluster) -> None:
     cluster.run(to_host_memory_inside_jit)
 
@@ -307,15 +309,15 @@ def test_an_axis_of_size_1_breaks_an_explicit_step_until_the_spelling_is_matched
 
 
 @pytest.mark.parametrize("registered", [False, True], ids=["plain-orbax", "orbax_ext"])
-def test_restored_state_goes_into_an_explicit_step_that_asserts(
+def test_restored_state_fits_a_step_that_asserts_shardings(
     cluster: lab.Cluster, tmp_path: pathlib.Path, registered: bool
 ) -> None:
     cluster.run(restored_then_stepped, str(tmp_path), registered)
 
 
-def test_what_can_not_be_matched_is_explained(cluster: lab.Cluster) -> None:
-    for rank, said in enumerate(cluster.run(impossible)):
-        assert "match_sharding: leaf w: the spec" in said["inside jit"]
-        assert "auto axis before an explicit one" in said["inside jit"]
-        assert f"match_sharding: leaf w on process {rank}: expected a shape" in said["shape"]
-        assert "expected a NamedSharding, found P" in said["spec"]
+def test_an_impossible_match_is_explained(cluster: lab.Cluster) -> None:
+    for rank, errors in enumerate(cluster.run(impossible)):
+        assert "match_sharding: leaf w: the spec" in errors["inside jit"]
+        assert "auto axis before an explicit one" in errors["inside jit"]
+        assert f"match_sharding: leaf w on process {rank}: expected a shape" in errors["shape"]
+        assert "expected a NamedSharding, found P" in errors["spec"]

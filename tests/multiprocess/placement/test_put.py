@@ -1,4 +1,4 @@
-"""replicate, shard and stitch on real processes."""
+"""`replicate`, `shard` and `stitch` on real processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.support.placement import (
     P,
     assert_holds,
     each_scope,
+    error_of,
     make_mesh,
     no_programs,
-    said_by,
     some_keys,
     waits_for_process_1,
 )
@@ -30,7 +30,7 @@ DTYPES = [
 
 
 def values(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """All kinds of bits, among them negative zeros, denormals and NaNs with a payload."""
+    """Returns values with arbitrary bits, among them negative zeros, denormals and NaNs with a payload."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     count = int(np.prod(shape))
     if dtype in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn", "bool"):
@@ -41,7 +41,7 @@ def values(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 def placed_by_one_process_alone() -> None:
     if jax.process_index() != jax.process_count() - 1:
-        return  # the others never make these calls: a collective would wait for them
+        return  # the other processes never make these calls: a collective would wait for them
     host: dict[str, Any] = {"w": values("float32", (8, 6)), "step": np.int32(7), "n": np.float64(0.5)}
     mesh = make_mesh()
     rows = len(jax.local_devices())
@@ -86,13 +86,13 @@ def odd_leaves() -> None:
         "strided": np.arange(64, dtype=np.float32).reshape(8, 8).T,
         "weak": jax.numpy.asarray(2.0),
     }
-    found = orbax_ext.replicate(tree, mesh)
+    placed = orbax_ext.replicate(tree, mesh)
     for name in ("name", "none", "number", "flag", "marker", "words"):
-        assert found[name] is tree[name], name
-    assert found["empty"].shape == (0, 4)
-    assert_holds(found["strided"], np.ascontiguousarray(tree["strided"]))
-    assert found["weak"].weak_type
-    assert found["weak"].sharding == NamedSharding(mesh, P())
+        assert placed[name] is tree[name], name
+    assert placed["empty"].shape == (0, 4)
+    assert_holds(placed["strided"], np.ascontiguousarray(tree["strided"]))
+    assert placed["weak"].weak_type
+    assert placed["weak"].sharding == NamedSharding(mesh, P())
 
 
 def keys() -> None:
@@ -102,13 +102,13 @@ def keys() -> None:
         one = jax.random.wrap_key_data(np.asarray(jax.random.key_data(many))[3], impl=impl)
         for _ in each_scope():
             with no_programs():
-                found = orbax_ext.replicate({"one": one, "many": many}, mesh)
+                placed = orbax_ext.replicate({"one": one, "many": many}, mesh)
                 cut = orbax_ext.shard(many, NamedSharding(mesh, P("b")))
-            assert found["one"].dtype == one.dtype
+            assert placed["one"].dtype == one.dtype
             assert cut.dtype == many.dtype
             assert cut.shape == (8,)
             assert cut.sharding == NamedSharding(mesh, P("b"))
-            assert_holds(jax.random.key_data(found["one"]), np.asarray(jax.random.key_data(one)))
+            assert_holds(jax.random.key_data(placed["one"]), np.asarray(jax.random.key_data(one)))
             assert_holds(jax.random.key_data(cut), np.asarray(jax.random.key_data(many)))
 
 
@@ -128,28 +128,28 @@ def arrays_as_input() -> None:
     here = orbax_ext.replicate(same, Mesh(np.array(jax.local_devices()), ("l",)))  # global to local
     assert_holds(here, host)
     if jax.process_count() > 1:
-        said = said_by(lambda: orbax_ext.replicate({"w": cut}, mesh))
-        assert said.startswith("ValueError: replicate: leaf w is spread over several processes")
-        assert "match_sharding" in said
+        error = error_of(lambda: orbax_ext.replicate({"w": cut}, mesh))
+        assert error.startswith("ValueError: replicate: leaf w is spread over several processes")
+        assert "match_sharding" in error
 
 
 def on_some_processes_only() -> None:
-    """A mesh that not all processes have devices in: the others get arrays of which they hold nothing."""
+    """Processes without devices in the mesh get arrays of which they hold nothing."""
     mesh = Mesh(np.array([device for device in jax.devices() if device.process_index == 0]), ("x",))
     inside = jax.process_index() == 0
     host = {"w": np.arange(8, dtype=np.float32) if inside else np.zeros(8, np.float32), "key": jax.random.key(1)}
-    for found in (orbax_ext.replicate(host, mesh), orbax_ext.replicate(host, mesh, check=True)):
-        assert found["w"].shape == (8,)
-        assert found["w"].sharding == NamedSharding(mesh, P())
-        assert bool(found["w"].addressable_shards) == inside
+    for placed in (orbax_ext.replicate(host, mesh), orbax_ext.replicate(host, mesh, check=True)):
+        assert placed["w"].shape == (8,)
+        assert placed["w"].sharding == NamedSharding(mesh, P())
+        assert bool(placed["w"].addressable_shards) == inside
         if inside:
-            assert_holds(found["w"], host["w"])
+            assert_holds(placed["w"], host["w"])
     stacked = orbax_ext.stack(host, list(mesh.devices.flat))
     assert stacked["w"].shape == (mesh.size, 8)
     assert orbax_ext.unstack(stacked)["w"].shape == (8,)
     if not inside:
-        said = said_by(lambda: orbax_ext.stitch(host["w"], NamedSharding(mesh, P("x"))))
-        assert "none of this process's devices is in the sharding" in said
+        error = error_of(lambda: orbax_ext.stitch(host["w"], NamedSharding(mesh, P("x"))))
+        assert "none of this process's devices is in the sharding" in error
 
 
 def usable_in_a_program() -> None:
@@ -172,10 +172,10 @@ def stitched_from_parts() -> None:
         part = host[np.ix_(rows, columns)]
         for _ in each_scope():
             with no_programs():
-                found = orbax_ext.stitch({"x": part, "note": "kept"}, {"x": sharding, "note": None})
-            assert found["note"] == "kept"
-            assert found["x"].sharding == sharding
-            assert_holds(found["x"], host)
+                placed = orbax_ext.stitch({"x": part, "note": "kept"}, {"x": sharding, "note": None})
+            assert placed["note"] == "kept"
+            assert placed["x"].sharding == sharding
+            assert_holds(placed["x"], host)
         exact = orbax_ext.stitch(part, jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding), check=True)
         assert_holds(exact, host)
     here = jax.random.split(jax.random.key(jax.process_index()), 8 // jax.process_count())
@@ -192,22 +192,22 @@ def parts_that_do_not_fit() -> dict[str, str]:
     whole = jax.ShapeDtypeStruct((16, 3), np.float32, sharding=sharding)
     last = jax.process_index() == jax.process_count() - 1
     return {
-        "ragged": said_by(lambda: orbax_ext.stitch({"x": np.zeros((rows + 1, 3))}, sharding)),
-        "short": said_by(lambda: orbax_ext.stitch({"x": np.zeros((rows, 3), np.float32)}, {"x": whole})),
-        "dtype": said_by(lambda: orbax_ext.stitch({"x": np.zeros((2 * rows, 3), np.int32)}, {"x": whole})),
-        "others": said_by(
+        "ragged": error_of(lambda: orbax_ext.stitch({"x": np.zeros((rows + 1, 3))}, sharding)),
+        "short": error_of(lambda: orbax_ext.stitch({"x": np.zeros((rows, 3), np.float32)}, {"x": whole})),
+        "dtype": error_of(lambda: orbax_ext.stitch({"x": np.zeros((2 * rows, 3), np.int32)}, {"x": whole})),
+        "others": error_of(
             lambda: orbax_ext.stitch({"x": np.zeros((rows * (3 if last else 2), 3))}, sharding, check=True)
         ),
     }
 
 
 def a_box_with_a_hole() -> str:
-    """Two processes on the diagonal of a 2 x 2 table: what each holds is not one array."""
+    """Puts two processes on the diagonals of a 2 x 2 mesh: what each holds is not one array."""
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
     half = len(devices) // 2
     table = np.array([[devices[0], devices[half]], [devices[half + 1], devices[1]]])
     sharding = NamedSharding(Mesh(table, ("x", "y")), P("x", "y"))
-    return said_by(lambda: orbax_ext.stitch(np.zeros((2, 2)), sharding))
+    return error_of(lambda: orbax_ext.stitch(np.zeros((2, 2)), sharding))
 
 
 def checked(odd: int | None) -> str:
@@ -215,36 +215,36 @@ def checked(odd: int | None) -> str:
     if jax.process_index() == odd:
         host["layer"][1] = np.array([0.0, -0.0, 0.0])  # equal to ==, not in bits
     mesh = make_mesh()
-    said = said_by(lambda: orbax_ext.replicate(host, mesh, check=True))
-    again = said_by(lambda: orbax_ext.shard(host, NamedSharding(mesh, P()), check=True))
-    assert again.replace("shard:", "replicate:") == said
-    return said
+    error = error_of(lambda: orbax_ext.replicate(host, mesh, check=True))
+    again = error_of(lambda: orbax_ext.shard(host, NamedSharding(mesh, P()), check=True))
+    assert again.replace("shard:", "replicate:") == error
+    return error
 
 
 def checked_structure() -> str:
     host = {"w": np.zeros(4, np.float32)}
     if jax.process_index() == 1:
         host = {"w": np.zeros(4, np.float32), "x": np.zeros(2, np.float32)}
-    return said_by(lambda: orbax_ext.replicate(host, make_mesh(), check=True))
+    return error_of(lambda: orbax_ext.replicate(host, make_mesh(), check=True))
 
 
 def checked_many(leaves: int) -> str:
-    """More leaves than one message holds, and the difference near the end."""
+    """Compares more leaves than one message holds; the difference is near the end."""
     host = [np.float32(number) for number in range(leaves)]
     if jax.process_index() == jax.process_count() - 1:
         host[leaves - 2] = np.float32(-1)
-    return said_by(lambda: orbax_ext.replicate(host, make_mesh(), check=True))
+    return error_of(lambda: orbax_ext.replicate(host, make_mesh(), check=True))
 
 
 def bad_arguments() -> dict[str, str]:
     mesh = make_mesh()
     host = {"w": np.zeros((6, 3), np.float32)}
     return {
-        "mesh": said_by(lambda: orbax_ext.replicate(host, NamedSharding(mesh, P()))),
-        "shape": said_by(lambda: orbax_ext.shard(host, NamedSharding(mesh, P("b")))),
-        "tree": said_by(lambda: orbax_ext.shard(host, {"v": NamedSharding(mesh, P("b"))})),
-        "none": said_by(lambda: orbax_ext.shard(host, {"w": None})),
-        "traced": said_by(lambda: jax.jit(lambda x: orbax_ext.replicate(x, mesh))(host["w"])),
+        "mesh": error_of(lambda: orbax_ext.replicate(host, NamedSharding(mesh, P()))),
+        "shape": error_of(lambda: orbax_ext.shard(host, NamedSharding(mesh, P("b")))),
+        "tree": error_of(lambda: orbax_ext.shard(host, {"v": NamedSharding(mesh, P("b"))})),
+        "none": error_of(lambda: orbax_ext.shard(host, {"w": None})),
+        "traced": error_of(lambda: jax.jit(lambda x: orbax_ext.replicate(x, mesh))(host["w"])),
     }
 
 
@@ -259,24 +259,24 @@ def ours_waits() -> bool:
 
 
 def unequal_parts() -> tuple[tuple[int, ...], str]:
-    """The last process has more rows than the others: stock's global shape, and what we say."""
+    """Gives the last process more rows than the others; returns the global shape of stock JAX, and our error."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     last = jax.process_index() == jax.process_count() - 1
     part = np.zeros((jax.local_device_count() * (3 if last else 2), 3), np.float32)
     stock = jax.make_array_from_process_local_data(sharding, part)
-    return stock.shape, said_by(lambda: orbax_ext.stitch(part, sharding, check=True))
+    return stock.shape, error_of(lambda: orbax_ext.stitch(part, sharding, check=True))
 
 
 def parts_on_every_local_device() -> str:
-    """A host's part that lies, whole, on each of its devices."""
+    """Stitches parts of which each host has a whole copy on each of its devices; returns the error of stock JAX."""
     from jax.experimental import multihost_utils
 
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows = jax.local_device_count()
     part = orbax_ext.replicate(np.full((rows, 2), jax.process_index()), Mesh(np.array(jax.local_devices()), ("l",)))
-    stock = said_by(lambda: multihost_utils.host_local_array_to_global_array(part, mesh, P("x")))
-    found = orbax_ext.stitch(part, NamedSharding(mesh, P("x")))
-    assert_holds(found, np.repeat(np.arange(jax.process_count(), dtype=np.int32), 2 * rows).reshape(-1, 2))
+    stock = error_of(lambda: multihost_utils.host_local_array_to_global_array(part, mesh, P("x")))
+    placed = orbax_ext.stitch(part, NamedSharding(mesh, P("x")))
+    assert_holds(placed, np.repeat(np.arange(jax.process_count(), dtype=np.int32), 2 * rows).reshape(-1, 2))
     return stock
 
 
@@ -300,7 +300,7 @@ def peak_memory(way: str) -> int:
     ],
     ids=lambda scenario: scenario.__name__.replace("_", "-"),
 )
-def test_every_process_puts_its_own_part(cluster: lab.Cluster, scenario: Any) -> None:
+def test_a_scenario_places_each_process_s_own_part(cluster: lab.Cluster, scenario: Any) -> None:
     cluster.run(scenario)
 
 
@@ -312,7 +312,7 @@ def test_device_put_waits_for_the_other_processes_and_replicate_does_not(several
     assert [waited for rank, waited in enumerate(ours) if rank != 1] == [False] * (several.processes - 1)
 
 
-def test_memory_of_device_put_grows_with_the_processes_and_that_of_replicate_does_not(cluster: lab.Cluster) -> None:
+def test_replicate_does_not_need_more_memory_with_more_processes_as_device_put_does(cluster: lab.Cluster) -> None:
     """Stock: JAX 0.9.0, 0.10.2 and 0.12.0.1; `make bench-placement` prints the table."""
     size = 16 << 20
     stock, ours = max(cluster.run(peak_memory, "device_put")), max(cluster.run(peak_memory, "replicate"))
@@ -321,30 +321,30 @@ def test_memory_of_device_put_grows_with_the_processes_and_that_of_replicate_doe
         assert stock > cluster.processes * size
 
 
-def test_stitch_says_which_part_does_not_fit(cluster: lab.Cluster) -> None:
+def test_stitch_names_the_part_that_does_not_fit(cluster: lab.Cluster) -> None:
     rows = cluster.devices
-    for rank, said in enumerate(cluster.run(parts_that_do_not_fit)):
+    for rank, errors in enumerate(cluster.run(parts_that_do_not_fit)):
         if rows > 1:
-            assert f"leaf x on process {rank} (" in said["ragged"]
-            assert f"multiple of ({rows}, 1)" in said["ragged"]
-            assert f"found ({rows + 1}, 3)" in said["ragged"]
-        assert f"leaf x on process {rank} (" in said["short"]
-        assert f"expected the local shape ({2 * rows}, 3)" in said["short"]
-        assert f"found ({rows}, 3)" in said["short"]
-        assert "expected the dtype float32, found int32" in said["dtype"]
+            assert f"leaf x on process {rank} (" in errors["ragged"]
+            assert f"multiple of ({rows}, 1)" in errors["ragged"]
+            assert f"found ({rows + 1}, 3)" in errors["ragged"]
+        assert f"leaf x on process {rank} (" in errors["short"]
+        assert f"expected the local shape ({2 * rows}, 3)" in errors["short"]
+        assert f"found ({rows}, 3)" in errors["short"]
+        assert "expected the dtype float32, found int32" in errors["dtype"]
         if cluster.processes > 1:
             last = cluster.processes - 1
-            assert said["others"].startswith("DataMismatchError: stitch")
-            assert "expected global shape (16, 3)" in said["others"]
-            assert f"process {last} (" in said["others"]
-            assert f"found global shape (24, 3), dtype float64 (local shape ({3 * rows}, 3))" in said["others"]
+            assert errors["others"].startswith("DataMismatchError: stitch")
+            assert "expected global shape (16, 3)" in errors["others"]
+            assert f"process {last} (" in errors["others"]
+            assert f"found global shape (24, 3), dtype float64 (local shape ({3 * rows}, 3))" in errors["others"]
 
 
-def test_unequal_parts_make_arrays_of_unequal_shape_unless_they_are_checked(several: lab.Cluster) -> None:
+def test_check_refuses_unequal_parts_which_stock_gives_different_global_shapes(several: lab.Cluster) -> None:
     """Stock: make_array_from_process_local_data on JAX 0.9.0, 0.10.2 and 0.12.0.1."""
-    found = several.run(unequal_parts)
-    assert {shape for shape, _ in found} == {(16, 3), (24, 3)}  # one array, two shapes
-    assert all(f"process {several.processes - 1} (" in said and "(24, 3)" in said for _, said in found)
+    results = several.run(unequal_parts)
+    assert {shape for shape, _ in results} == {(16, 3), (24, 3)}  # one array with two shapes
+    assert all(f"process {several.processes - 1} (" in error and "(24, 3)" in error for _, error in results)
 
 
 def test_parts_on_several_local_devices_are_stitched(several: lab.Cluster) -> None:
@@ -357,41 +357,41 @@ def test_parts_on_several_local_devices_are_stitched(several: lab.Cluster) -> No
 
 def test_stitch_refuses_parts_that_are_not_one_box(several: lab.Cluster) -> None:
     if several.processes > 2:
-        pytest.skip("two processes show it")
-    assert all("do not form one box" in said for said in several.run(a_box_with_a_hole))
+        pytest.skip("shown by two processes")
+    assert all("do not form one box" in error for error in several.run(a_box_with_a_hole))
 
 
-def test_check_passes_where_all_hold_the_same(cluster: lab.Cluster) -> None:
+def test_check_passes_if_all_processes_hold_the_same(cluster: lab.Cluster) -> None:
     assert set(cluster.run(checked, None)) == {""}
 
 
 def test_check_names_the_process_and_the_leaf_on_all_processes(several: lab.Cluster) -> None:
     odd = several.processes - 1
-    (said,) = set(several.run(checked, odd))
-    assert said.startswith("DataMismatchError: replicate: processes hold different data")
-    assert "leaf layer/1: expected shape (3,), dtype float64, digest " in said
-    assert f"process {odd} (" in said
-    assert "layer/0" not in said
+    (error,) = set(several.run(checked, odd))
+    assert error.startswith("DataMismatchError: replicate: processes hold different data")
+    assert "leaf layer/1: expected shape (3,), dtype float64, digest " in error
+    assert f"process {odd} (" in error
+    assert "layer/0" not in error
 
 
 def test_check_names_the_process_with_another_structure(several: lab.Cluster) -> None:
-    (said,) = set(several.run(checked_structure))
-    assert "leaf x: expected" in said
-    assert "no such leaf" in said
-    assert "process 1 (" in said
+    (error,) = set(several.run(checked_structure))
+    assert "leaf x: expected" in error
+    assert "no such leaf" in error
+    assert "process 1 (" in error
 
 
 def test_check_finds_one_leaf_among_thousands(several: lab.Cluster) -> None:
-    (said,) = set(several.run(checked_many, 1200))
-    assert "leaf 1198: expected" in said
-    assert f"process {several.processes - 1} (" in said
+    (error,) = set(several.run(checked_many, 1200))
+    assert "leaf 1198: expected" in error
+    assert f"process {several.processes - 1} (" in error
 
 
 def test_bad_arguments_say_expected_and_found(cluster: lab.Cluster) -> None:
-    for rank, said in enumerate(cluster.run(bad_arguments)):
-        assert said["mesh"] == "ValueError: replicate: expected a jax.sharding.Mesh of devices, found NamedSharding."
-        assert f"shard: leaf w on process {rank}: expected a shape that" in said["shape"]
-        assert "found (6, 3)" in said["shape"]
-        assert "expected shardings with the structure of the tree" in said["tree"]
-        assert "leaf w: expected a Sharding or something that has one, found None" in said["none"]
-        assert "found inside jit, expected outside of it" in said["traced"]
+    for rank, errors in enumerate(cluster.run(bad_arguments)):
+        assert errors["mesh"] == "ValueError: replicate: expected a jax.sharding.Mesh of devices, found NamedSharding."
+        assert f"shard: leaf w on process {rank}: expected a shape that" in errors["shape"]
+        assert "found (6, 3)" in errors["shape"]
+        assert "expected shardings with the structure of the tree" in errors["tree"]
+        assert "leaf w: expected a Sharding or something that has one, found None" in errors["none"]
+        assert "found inside jit, expected outside of it" in errors["traced"]

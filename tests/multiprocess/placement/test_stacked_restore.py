@@ -1,4 +1,4 @@
-"""Checkpoints of stacked state into unstacked state and back, on real processes."""
+"""Restores of stacked checkpoints as unstacked state, and the reverse, on real processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ROWS = 8
 
 def abstract(stacked: bool, types: Any) -> dict[str, Any]:
     mesh = make_mesh(types)
-    found = {}
+    leaves = {}
     for name, leaf in {**ONE, "key": jax.random.key(5)}.items():
         shape, spec = ((_ROWS, *leaf.shape), P(("b", "c"))) if stacked else (leaf.shape, SPECS[name])
-        found[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-    return found
+        leaves[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    return leaves
 
 
 def save(path: str, stacked: bool) -> None:
@@ -42,7 +42,7 @@ def save(path: str, stacked: bool) -> None:
 
 
 def restore(path: str, stacked: bool, allow: bool, types: Any, strategy: str) -> str:
-    """Restores as stacked or not, whatever the checkpoint is; returns what is said if it fails."""
+    """Restores as stacked or not, whatever the checkpoint is; returns the error and its notes if it fails."""
     tree = abstract(stacked, types)
     args = ocp.args.PyTreeRestore(tree, restore_args=orbax_ext.restore_args(tree, stacked=allow))
     with (
@@ -81,12 +81,12 @@ def test_a_stacked_checkpoint_restores_stacked(cluster: lab.Cluster, stacked_che
     assert set(cluster.run(restore, stacked_checkpoint, True, True, (EXPLICIT,) * 3, "auto")) == {""}
 
 
-def test_without_the_flag_the_error_says_how(cluster: lab.Cluster, stacked_checkpoint: str) -> None:
-    for said in cluster.run(restore, stacked_checkpoint, False, False, (EXPLICIT,) * 3, "auto"):
-        assert "differ by a leading axis, as if one side were pmap's stacked state" in said
-        assert "leaf half and 2 more differ" in said
-        assert "(8, 4, 4) in the checkpoint, (4, 4) asked for" in said
-        assert "orbax_ext.restore_args(abstract, stacked=True)" in said
+def test_the_error_without_the_flag_names_the_flag(cluster: lab.Cluster, stacked_checkpoint: str) -> None:
+    for error in cluster.run(restore, stacked_checkpoint, False, False, (EXPLICIT,) * 3, "auto"):
+        assert "differ by a leading axis, as if one side were pmap's stacked state" in error
+        assert "leaf half and 2 more differ" in error
+        assert "(8, 4, 4) in the checkpoint, (4, 4) asked for" in error
+        assert "orbax_ext.restore_args(abstract, stacked=True)" in error
 
 
 def test_an_unstacked_checkpoint_restores_stacked(cluster: lab.Cluster, tmp_path: pathlib.Path) -> None:
@@ -96,7 +96,7 @@ def test_an_unstacked_checkpoint_restores_stacked(cluster: lab.Cluster, tmp_path
 
 
 def test_only_the_first_row_is_read_from_storage(cluster: lab.Cluster, tmp_path: pathlib.Path) -> None:
-    """The other rows' files are spoilt: reading the whole array fails, reading one row does not notice."""
+    """The files of the other rows are corrupted: reading the whole array fails, reading one row does not."""
     path = tmp_path / "checkpoint"
     cluster.run(save, str(path), True)
     rows = [file for name in ONE for file in (path / name).iterdir() if not file.name.startswith(".")]
@@ -104,7 +104,7 @@ def test_only_the_first_row_is_read_from_storage(cluster: lab.Cluster, tmp_path:
     assert len(rows) == _ROWS * len(ONE)
     assert len(others) == (_ROWS - 1) * len(ONE)
     for file in others:
-        file.write_bytes(b"spoilt")
+        file.write_bytes(b"corrupted")
     for name in ONE:
         whole = ts.open({"driver": "zarr", "kvstore": {"driver": "file", "path": str(path / name)}}).result()
         assert whole[0].read().result().shape == ONE[name].shape
