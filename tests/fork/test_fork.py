@@ -85,6 +85,7 @@ def test_read_error_on_the_primary_is_raised_by_all(orbax: Installation) -> None
         assert "before the broadcast on 1 of 4 processes: process 0 on" in messages.pop()
         assert all(outcome.state == "raised" for outcome in outcomes), outcomes
     else:
+        assert "Encountered error while reading array index" in str(outcomes[0])
         assert [outcome.state for outcome in outcomes[1:]] == ["timed out"] * 3
 
 
