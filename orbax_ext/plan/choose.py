@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from orbax_ext.options import Options
 from orbax_ext.plan.cost import Rates, is_tiny, seconds
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.planner import Group, RestorePlan, make_plan, who_travels
+from orbax_ext.plan.planner import Group, RestorePlan, by_replicas, make_plan, who_travels
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import Loads
 
@@ -73,7 +73,7 @@ def with_cheapest(
         reason = "the state is too small to be worth an exchange"
         return dataclasses.replace(plan, groups=(), direct={**plan.direct, **dict.fromkeys(everything, reason)})
     direct, kept, reasons = dict(plan.direct), list(plan.groups[:done]), []
-    for kind in _kinds(plan.groups[done:]):
+    for kind in by_replicas(plan.groups[done:]).values():
         bound = _bound(plan, kept, kind)
         kept += kind[:bound]
         groups = kind[bound:]
@@ -117,11 +117,3 @@ def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) ->
 def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
     """Returns the leaves that groups hold, whole or in slices."""
     return list(dict.fromkeys(plan.source(index) for group in groups for index in group.leaves))
-
-
-def _kinds(groups: Iterable[Group]) -> list[list[Group]]:
-    """Returns the groups by mesh and replica axes."""
-    kinds: dict[tuple[int, tuple[str, ...]], list[Group]] = {}
-    for group in groups:
-        kinds.setdefault((group.mesh, group.axes), []).append(group)
-    return list(kinds.values())

@@ -36,15 +36,6 @@ class ChunkedArray:
         return cls(leaf.shape, tuple(max(1, size) for size in chunk), tuple(cuts), leaf.itemsize)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkBytes:
-    """Bytes that some processes read; the other processes read nothing."""
-
-    processes: np.ndarray
-    read: np.ndarray  # bytes of the chunks that are touched
-    needed: np.ndarray  # bytes that were asked for
-
-
 class ChunkReads:
     """Counts what the processes of one mesh read."""
 
@@ -53,44 +44,35 @@ class ChunkReads:
         self._sizes = mesh.sizes
         grid = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_sizes), -1)
         self._position = dict(zip(mesh.axis_names, grid, strict=True))  # axis: each device's position along it
-        self._all_devices = np.arange(len(self._owner))
-        self._replicas = functools.cache(self._devices_by_replica)
+        self._devices = functools.cache(mesh.devices)  # by replica axes
 
     def count(
         self, array: ChunkedArray, axes: tuple[str, ...], replica: int | None, lanes: tuple[str, ...]
-    ) -> ChunkBytes:
-        """Returns what the devices of one replica along `axes` read, or of all replicas.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the processes that read, the bytes of the chunks that each touches, and the bytes that each needs.
 
-        Along `lanes`, each position reads another array of the same kind.
+        The devices of one replica along `axes` read, or all devices if `replica` is None. Along `lanes`, each position
+        reads another array of the same kind.
         """
-        devices = self._all_devices if replica is None else self._replicas(axes)[replica]
+        devices = self._devices(()).ravel() if replica is None else self._devices(axes)[replica]
         owners = self._owner[devices]
         processes = np.unique(owners)
         read, needed = np.ones(len(processes)), np.ones(len(processes))
-        block = np.zeros(len(devices), dtype=np.int64)
+        block, block_size = np.zeros(len(devices), dtype=np.int64), 1
         # Lanes are one more dimension, cut into chunks of one array.
         lane_count = math.prod(self._sizes[axis] for axis in lanes)
-        dims = [*zip(array.shape, array.chunk, array.cuts, strict=True), (lane_count, 1, lanes)]
-        for size, chunk, axes in dims:
-            piece, pieces = self._pieces(devices, axes)
-            block = block * pieces + piece
+        for size, chunk, cut in [*zip(array.shape, array.chunk, array.cuts, strict=True), (lane_count, 1, lanes)]:
+            piece, pieces = self._pieces(devices, cut)
+            block, block_size = block * pieces + piece, block_size * (size // pieces)
             touched, length = _touched(size, chunk, pieces, owners, piece, processes)
             read *= touched
             needed *= length
         # The sides of a grid of blocks were multiplied. Where the blocks of a process are no grid, that is too much.
         blocks = int(block.max(initial=0)) + 1
         held = np.unique(owners * blocks + block) // blocks
-        held_blocks = np.bincount(np.searchsorted(processes, held), minlength=len(processes))
-        exact = held_blocks * math.prod(
-            size // math.prod(self._sizes[axis] for axis in axes)
-            for size, axes in zip(array.shape, array.cuts, strict=True)
-        )
+        exact = np.bincount(np.searchsorted(processes, held), minlength=len(processes)) * block_size
         factor = np.divide(exact, needed, out=np.ones(len(processes)), where=needed > 0)
-        return ChunkBytes(processes, read * factor * array.itemsize, exact.astype(float) * array.itemsize)
-
-    def _devices_by_replica(self, axes: tuple[str, ...]) -> list[np.ndarray]:
-        replica, count = self._pieces(self._all_devices, axes)
-        return np.split(np.argsort(replica, kind="stable"), count)
+        return processes, read * factor * array.itemsize, exact.astype(float) * array.itemsize
 
     def _pieces(self, devices: np.ndarray, axes: Sequence[str]) -> tuple[np.ndarray, int]:
         """Returns which of the pieces that some axes make each device has, and how many pieces there are."""

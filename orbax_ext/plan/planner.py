@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orbax_ext.options import Options
 from orbax_ext.plan.bundles import Bundle, LaneBatch, Sum, make_pack
@@ -95,6 +96,14 @@ def who_travels(
     return direct, travelling
 
 
+def by_replicas(groups: Iterable[Group]) -> dict[tuple[int, tuple[str, ...]], list[Group]]:
+    """Returns the groups by (mesh, replica axes)."""
+    alike: dict[tuple[int, tuple[str, ...]], list[Group]] = defaultdict(list)
+    for group in groups:
+        alike[group.mesh, group.axes].append(group)
+    return alike
+
+
 def largest_lane_batch(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:
     """Returns the bytes per device of the largest batch of lanes: leaves whose chunks let them travel only together."""
     most = 0
@@ -119,7 +128,7 @@ class _Placement:
         self._strategy = options.strategy
         self._single_axes = _single_axes(index, mesh, leaves, options)
         self._never = ""
-        self._crosses: dict[tuple[str, ...], bool] = {}
+        self._copies_cross = functools.cache(mesh.crosses_processes)
         if options.strategy == "direct":
             self._never = "strategy is 'direct'"
         elif options.strategy == "auto" and processes == 1:
@@ -142,11 +151,6 @@ class _Placement:
         if leaf.used_axes & set(axes):
             return f"it is sharded on the replica axis {', '.join(map(repr, axes))}"
         return ""
-
-    def _copies_cross(self, axes: tuple[str, ...]) -> bool:
-        if axes not in self._crosses:
-            self._crosses[axes] = self._mesh.crosses_processes(axes)
-        return self._crosses[axes]
 
 
 def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) -> tuple[str, ...]:
@@ -201,47 +205,34 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: in
         made += [LaneBatch(tuple(indices[start : start + count]), cut, lanes) for start in range(0, whole, count)]
         for index in indices[whole:]:
             (alone if leaves[index].block_bytes > _LARGE else small).append(index)
-    replicas = math.prod(axes.values())
     sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
-    load = [0] * replicas  # bytes dealt out whole so far; of what is cut, all replicas read the same
-    made += [Sum(index, reader) for index, reader in _deal(alone, sizes, load).items()]
-    made += [make_pack(shares, sizes) for shares in _packs(small, sizes, load, group_bytes)]
+    # A heap of (bytes dealt out whole so far, replica); of what is cut, all replicas read the same.
+    loads = [(0, replica) for replica in range(math.prod(axes.values()))]
+    made += [Sum(index, reader) for index, reader in _deal(alone, sizes, loads)]
+    for batch in _batches(sorted(small, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
+        shares: list[list[int]] = [[] for _ in loads]
+        for index, reader in _deal(batch, sizes, loads):
+            shares[reader].append(index)
+        made.append(make_pack(tuple(map(tuple, shares)), sizes))
     return made
 
 
-def _deal(indices: Sequence[int], sizes: Mapping[int, int], load: list[int]) -> dict[int, int]:
-    """Gives each leaf to the replica with the least so far, the largest leaves first; adds to `load`."""
-    dealt = {}
-    waiting = [(amount, replica) for replica, amount in enumerate(load)]
-    heapq.heapify(waiting)
+def _deal(indices: Sequence[int], sizes: Mapping[int, int], loads: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields (leaf, replica): the largest leaves first, each for the replica that has the least so far."""
     for index in sorted(indices, key=lambda index: (-sizes[index], index)):
-        amount, reader = waiting[0]
-        heapq.heapreplace(waiting, (amount + sizes[index], reader))
-        load[reader] += sizes[index]
-        dealt[index] = reader
-    return dealt
-
-
-def _packs(
-    indices: Sequence[int], sizes: Mapping[int, int], load: list[int], group_bytes: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Deals small leaves out to the replicas, in packs of at most half of `group_bytes` where the leaves allow."""
-    shares = []
-    for batch in _batches(sorted(indices, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
-        dealt = _deal(batch, sizes, load)
-        shares.append(tuple(tuple(i for i in batch if dealt[i] == replica) for replica in range(len(load))))
-    return shares
+        load, replica = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], replica))
+        yield index, replica
 
 
 def _groups(
-    mesh: int, axes: tuple[str, ...], made: Iterable[Bundle], leaves: Sequence[Leaf], group_bytes: int
+    mesh: int, axes: tuple[str, ...], made: Sequence[Bundle], leaves: Sequence[Leaf], group_bytes: int
 ) -> list[Group]:
     # Equal bundles were made one after the other. In this order, most groups share a program.
-    listed = list(made)
-    sizes = {place: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for place, bundle in enumerate(listed)}
+    sizes = {place: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for place, bundle in enumerate(made)}
     return [
-        Group(mesh, axes, tuple(listed[place] for place in batch), sum(sizes[place] for place in batch))
-        for batch in _batches(range(len(listed)), sizes, group_bytes)
+        Group(mesh, axes, tuple(made[place] for place in batch), sum(sizes[place] for place in batch))
+        for batch in _batches(range(len(made)), sizes, group_bytes)
     ]
 
 

@@ -27,12 +27,16 @@ class MeshInfo:
         """Returns how many replicas the given axes make."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def owners(self, axes: Sequence[str]) -> np.ndarray:
-        """Returns the process of each device, as a table with a row for each position along the given axes."""
+    def devices(self, axes: Sequence[str]) -> np.ndarray:
+        """Returns the devices, by their place in the mesh, as a table with a row for each position along the axes."""
         first = [self.axis_names.index(axis) for axis in axes]
         rest = [index for index in range(len(self.axis_names)) if index not in first]
-        by_axis = np.array(self.processes).reshape(self.axis_sizes)
-        return by_axis.transpose([*first, *rest]).reshape(math.prod(self.axis_sizes[index] for index in first), -1)
+        by_axis = np.arange(len(self.processes)).reshape(self.axis_sizes)
+        return by_axis.transpose([*first, *rest]).reshape(self.replicas(axes), -1)
+
+    def owners(self, axes: Sequence[str]) -> np.ndarray:
+        """Returns the processes that own the devices of `devices(axes)`."""
+        return np.array(self.processes)[self.devices(axes)]
 
     def crosses_processes(self, axes: Sequence[str]) -> bool:
         """Returns whether the copies along the given axes are on more than one process."""

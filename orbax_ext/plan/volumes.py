@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from orbax_ext.plan.chunks import ChunkedArray, ChunkReads
 from orbax_ext.plan.leaves import Leaf, itemsize
-from orbax_ext.plan.planner import Group, RestorePlan
+from orbax_ext.plan.planner import Group, RestorePlan, by_replicas
 from orbax_ext.plan.topology import MeshInfo, infer_axes
 
 _ITEMSIZE = 4  # of a dtype that is not known
@@ -40,21 +40,21 @@ class Loads:
         self._leaves = leaves
         self._meshes = meshes
         self._processes = processes
-        self._copies = _copies_on(meshes)
+        self._copies = functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes))
 
     def travelling(self, groups: Sequence[Group]) -> Load:
         """Returns the load of groups that are read once and exchanged."""
         read, link, arrays = (np.zeros(self._processes) for _ in range(3))
-        sizes = _block_bytes(self._leaves)
-        for (mesh, axes), equals in _by_replicas(groups).items():
+        sizes = [leaf.block_bytes for leaf in self._leaves]
+        for (mesh, axes), equals in by_replicas(groups).items():
             copies = self._copies(mesh, axes)
-            total = _exchanged(equals, sizes, copies.replicas)
+            total = _Exchanged(equals, sizes, copies.replicas)
             # Shares of one pack differ, but those of many even out.
             even = (total.read - total.read_by_one).mean()
-            read += copies.by_process(copies.brought(total.read_by_one + even), self._processes)
+            read += copies.by_process((total.read_by_one + even)[copies.replica], self._processes)
             link += copies.by_process(copies.over_links(total.gathered, total.summed), self._processes)
             arrays += total.arrays_by_all + copies.by_process(copies.opened(total.arrays_by_one), self._processes)
-        return _load(read, link, arrays, len(groups))
+        return Load(int(read.max()), int(read.sum()), int(link.max()), int(arrays.max()), len(groups))
 
     def direct(self, indices: Iterable[int]) -> Load:
         """Returns the load of leaves of which every process reads the blocks that it holds, each once."""
@@ -69,7 +69,7 @@ class Loads:
             held = blocks(leaf.mesh, leaf.used_axes)
             read += held * leaf.block_bytes
             arrays += held > 0
-        return _load(read, np.zeros(1), arrays, 0)
+        return Load(int(read.max()), int(read.sum()), arrays=int(arrays.max()))
 
     def _blocks(self, mesh: int, used: frozenset[str]) -> np.ndarray:
         copies = self._copies(mesh, infer_axes(self._meshes[mesh], used))
@@ -87,13 +87,12 @@ class Traffic:
 
 def traffic_by_group(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int) -> list[Traffic]:
     """Returns the traffic of one process for each group of a plan."""
-    copies, sizes = _copies_on(meshes), _block_bytes(plan.leaves)
-    own = functools.cache(lambda mesh, axes: copies(mesh, axes).of_process(process))
-    traffic = []
+    own = functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes).of_process(process))
+    sizes, traffic = [leaf.block_bytes for leaf in plan.leaves], []
     for group in plan.groups:
         devices = own(group.mesh, group.axes)
-        total = _exchanged([group], sizes, devices.replicas)
-        values = (devices.brought(total.read), devices.received(total.offered), devices.sent(total.offered))
+        total = _Exchanged([group], sizes, devices.replicas)
+        values = (total.read[devices.replica], devices.received(total.offered), devices.sent(total.offered))
         traffic.append(Traffic(*(int(value.sum()) for value in values)))
     return traffic
 
@@ -103,14 +102,13 @@ def bytes_by_step(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int)
     steps: dict[int | None, int] = {
         number: sum(_leaf_bytes(plan.leaves[leaf]) for leaf in group.leaves) for number, group in enumerate(plan.groups)
     }
-    copies = _copies_on(meshes)
+    blocks = functools.cache(lambda mesh, used: _Copies.on(meshes[mesh], infer_axes(meshes[mesh], used)).first.sum())
     steps[None] = 0
-    for leaf in map(plan.leaves.__getitem__, plan.direct):
+    for leaf in (plan.leaves[index] for index in plan.direct):
         if leaf.mesh is None:
             steps[None] += _leaf_bytes(leaf) * processes
         else:
-            held = copies(leaf.mesh, infer_axes(meshes[leaf.mesh], leaf.used_axes)).first
-            steps[None] += leaf.block_bytes * int(held.sum())
+            steps[None] += leaf.block_bytes * int(blocks(leaf.mesh, leaf.used_axes))
     return steps
 
 
@@ -139,21 +137,22 @@ def count(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> Volu
     leaf_needed = dict(leaf_read)
     chunk_reads = [ChunkReads(mesh) for mesh in meshes]
     for (mesh, array, axes, replica, lanes), batches in _reads(plan).items():
-        chunks = chunk_reads[mesh].count(array, axes, replica, lanes)
-        read[chunks.processes] += chunks.read * len(batches)
-        all_read, all_needed = int(chunks.read.sum()), int(chunks.needed.sum())
+        readers, touched, needed = chunk_reads[mesh].count(array, axes, replica, lanes)
+        read[readers] += touched * len(batches)
+        all_read, all_needed = int(touched.sum()), int(needed.sum())
         for batch in batches:
             for source in map(plan.source, batch):
                 leaf_read[source] += all_read // len(batch)
                 leaf_needed[source] += all_needed // len(batch)
-    for index in filter(lambda index: not _has_blocks(plan.leaves[index]), plan.direct):
-        size = _leaf_bytes(plan.leaves[index])  # as far as is known, every process reads all of it
-        read += size
-        leaf_read[index] = leaf_needed[index] = size * processes
-    copies, sizes = _copies_on(meshes), _block_bytes(plan.leaves)
-    for (mesh, axes), groups in _by_replicas(plan.groups).items():
-        devices = copies(mesh, axes)
-        total = _exchanged(groups, sizes, devices.replicas)
+    for index in plan.direct:
+        leaf = plan.leaves[index]
+        if leaf.mesh is None or not leaf.block:  # as far as is known, every process reads all of it
+            read += _leaf_bytes(leaf)
+            leaf_read[index] = leaf_needed[index] = _leaf_bytes(leaf) * processes
+    sizes = [leaf.block_bytes for leaf in plan.leaves]
+    for (mesh, axes), groups in by_replicas(plan.groups).items():
+        devices = _Copies.on(meshes[mesh], axes)
+        total = _Exchanged(groups, sizes, devices.replicas)
         received += devices.by_process(devices.received(total.offered), processes)
     return Volumes(np.rint(read).astype(np.int64), np.rint(received).astype(np.int64), leaf_read, leaf_needed)
 
@@ -169,17 +168,13 @@ def _reads(plan: RestorePlan) -> dict[_Read, list[tuple[int, ...]]]:
     reads: dict[_Read, list[tuple[int, ...]]] = defaultdict(list)
     for index in plan.direct:
         leaf = plan.leaves[index]
-        if leaf.mesh is not None and _has_blocks(leaf):
+        if leaf.mesh is not None and leaf.block:
             reads[leaf.mesh, ChunkedArray.of(leaf), (), None, ()].append((index,))
     for group in plan.groups:
         for one in (one for bundle in group.bundles for one in bundle.reads()):
             array = ChunkedArray.of(plan.leaves[one.leaves[0]], one.splits)
             reads[group.mesh, array, group.axes, one.replica, one.lanes].append(one.leaves)
     return reads
-
-
-def _has_blocks(leaf: Leaf) -> bool:
-    return leaf.mesh is not None and bool(leaf.block)
 
 
 def _leaf_bytes(leaf: Leaf) -> int:
@@ -191,22 +186,10 @@ def _leaf_bytes(leaf: Leaf) -> int:
         return math.prod(leaf.shape) * _ITEMSIZE
 
 
-def _block_bytes(leaves: Sequence[Leaf]) -> list[int]:
-    return [leaf.block_bytes for leaf in leaves]
-
-
-def _by_replicas(groups: Iterable[Group]) -> dict[tuple[int, tuple[str, ...]], list[Group]]:
-    """Returns the groups by (mesh, replica axes)."""
-    sorted_out: dict[tuple[int, tuple[str, ...]], list[Group]] = defaultdict(list)
-    for group in groups:
-        sorted_out[group.mesh, group.axes].append(group)
-    return sorted_out
-
-
 class _Exchanged:
     """What the replicas read and offer in some groups, in bytes on each device of a replica."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, groups: Iterable[Group], sizes: Sequence[int], replicas: int) -> None:
         self.read = np.zeros(replicas)
         self.read_by_one = np.zeros(replicas)  # the part of `read` in bundles that one replica reads alone
         self.arrays_by_one = np.zeros(replicas)  # that are opened for these bundles
@@ -214,24 +197,19 @@ class _Exchanged:
         self.offered = np.zeros(replicas)
         self.gathered = np.zeros(replicas)  # the part of `offered` that travels by an all-gather
         self.summed = 0  # bytes that travel by a sum
-
-
-def _exchanged(groups: Iterable[Group], sizes: Sequence[int], replicas: int) -> _Exchanged:
-    total = _Exchanged(replicas)
-    for bundle in (bundle for group in groups for bundle in group.bundles):
-        read, offered = bundle.read_bytes(sizes, replicas), bundle.offered_bytes(sizes, replicas)
-        summed = bundle.summed_bytes(sizes)
-        total.read += read
-        total.offered += offered
-        total.summed += summed
-        if not summed:
-            total.gathered += offered
-        if bundle.reader is None:
-            total.arrays_by_all += bundle.arrays_read(replicas)
-        else:
-            total.read_by_one += read
-            total.arrays_by_one[bundle.reader] += bundle.arrays_read(replicas)
-    return total
+        for bundle in (bundle for group in groups for bundle in group.bundles):
+            read, offered = bundle.read_bytes(sizes, replicas), bundle.offered_bytes(sizes, replicas)
+            summed = bundle.summed_bytes(sizes)
+            self.read += read
+            self.offered += offered
+            self.summed += summed
+            if not summed:
+                self.gathered += offered
+            if bundle.reader is None:
+                self.arrays_by_all += bundle.arrays_read(replicas)
+            else:
+                self.read_by_one += read
+                self.arrays_by_one[bundle.reader] += bundle.arrays_read(replicas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +242,6 @@ class _Copies:
     def by_process(self, values: np.ndarray, processes: int) -> np.ndarray:
         return np.bincount(self.process, values, minlength=processes)
 
-    def brought(self, read: np.ndarray) -> np.ndarray:
-        """Returns what a device reads and brings to an exchange."""
-        return read[self.replica]
-
     def received(self, offered: np.ndarray) -> np.ndarray:
         """Returns what a device gets from devices of other processes, by whichever route it arrives."""
         return offered.sum() - offered[self.replica] * self.copies
@@ -291,11 +265,3 @@ class _Copies:
         opened = np.zeros(len(self.process))
         opened[first] = arrays[self.replica[first]]
         return opened
-
-
-def _copies_on(meshes: Sequence[MeshInfo]) -> Callable[[int, tuple[str, ...]], _Copies]:
-    return functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes))
-
-
-def _load(read: np.ndarray, link: np.ndarray, arrays: np.ndarray, groups: int) -> Load:
-    return Load(int(read.max()), int(read.sum()), int(link.max()), int(arrays.max()), groups)
