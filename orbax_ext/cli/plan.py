@@ -170,7 +170,7 @@ def _notes(
         if not any(rule.matches(leaf.name) for leaf in leaves):
             notes.append(f"--spec {rule.pattern!r} matches no leaf")
     read = auto.volumes.read
-    if read.max() > 1.5 * read.mean() and auto.travelling:
+    if read.max() > 1.5 * read.mean() and auto.plan.groups:
         notes.append(
             f"{text_lib.process(int(read.argmax()), {})} reads {read.max() / read.mean():.1f} times the mean: some "
             "leaves can't be cut"

@@ -5,7 +5,7 @@ from orbax_ext.plan.choose import anything_travels, choose_plan, with_cheapest
 from orbax_ext.plan.cost import Rates
 from orbax_ext.plan.cutting import piece_shape
 from orbax_ext.plan.leaves import Leaf, Slice
-from orbax_ext.plan.planner import Group, RestorePlan, digest, largest_lane_batch
+from orbax_ext.plan.planner import Group, RestorePlan, digest
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import Traffic, bytes_by_step, traffic_by_group
 
@@ -25,7 +25,6 @@ __all__ = [
     "bytes_by_step",
     "choose_plan",
     "digest",
-    "largest_lane_batch",
     "piece_shape",
     "traffic_by_group",
     "with_cheapest",

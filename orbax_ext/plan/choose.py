@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from orbax_ext.options import Options
 from orbax_ext.plan.cost import Rates, is_tiny, seconds
@@ -67,7 +67,7 @@ def with_cheapest(
     """
     loads = Loads(plan.leaves, meshes, processes)
     if rates is None:
-        everything = sources(plan, plan.groups)
+        everything = plan.sources(plan.groups)
         if not is_tiny(loads.direct(everything)):
             return plan
         reason = "the state is too small to be worth an exchange"
@@ -79,7 +79,7 @@ def with_cheapest(
         groups = kind[bound:]
         if not groups:
             continue
-        leaves = sources(plan, groups)
+        leaves = plan.sources(groups)
         apart = seconds(loads.direct(leaves), rates)
         together = seconds(loads.travelling(groups), rates) if pace is None else pace * len(groups)
         needed = max(_WORTH, _WORTH_SHARE * apart) if pace is None else -_WORTH
@@ -92,7 +92,7 @@ def with_cheapest(
         read_already = [] if one_link else [group for group in groups if group in plan.groups[done:read]]
         read_already += groups[len(read_already) :][: _bound(plan, read_already, groups[len(read_already) :])]
         if read_already:
-            rest = sources(plan, groups[len(read_already) :])
+            rest = plan.sources(groups[len(read_already) :])
             beside = seconds(loads.direct([*rest, *plan.direct]), rates)
             if seconds(loads.travelling(read_already), rates) < _BESIDE * beside:
                 kept += read_already
@@ -106,14 +106,9 @@ def with_cheapest(
 
 def _bound(plan: RestorePlan, kept: Sequence[Group], groups: Sequence[Group]) -> int:
     """Returns how many groups must travel because they hold slices of leaves that have begun to travel."""
-    bound, begun = 0, set(sources(plan, kept))
+    bound, begun = 0, set(plan.sources(kept))
     for number, group in enumerate(groups):
-        if begun & set(sources(plan, [group])):
-            begun |= set(sources(plan, groups[bound : number + 1]))
+        if begun & set(plan.sources([group])):
+            begun |= set(plan.sources(groups[bound : number + 1]))
             bound = number + 1
     return bound
-
-
-def sources(plan: RestorePlan, groups: Iterable[Group]) -> list[int]:
-    """Returns the leaves that groups hold, whole or in slices."""
-    return list(dict.fromkeys(plan.source(index) for group in groups for index in group.leaves))

@@ -94,9 +94,6 @@ def _touched(
     same = np.concatenate([[False], process[1:] == process[:-1]])
     before = np.where(same, np.concatenate([[0], last[:-1]]), 0)
     begin = np.maximum(first, before)
-    touched = np.minimum(last * chunk, size) - np.minimum(begin * chunk, size)
-    touched = np.where(last > begin, touched, 0)
-    return (
-        np.bincount(process, weights=touched, minlength=len(processes)),
-        np.bincount(process, weights=np.full(len(held), width), minlength=len(processes)),
-    )
+    touched = np.maximum(0, np.minimum(last * chunk, size) - np.minimum(begin * chunk, size))
+    pieces_held = np.bincount(process, minlength=len(processes))
+    return np.bincount(process, touched, len(processes)), pieces_held * width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from orbax_ext.plan.leaves import Leaf, Slice
 
@@ -18,19 +18,17 @@ def slices(leaf: Leaf, index: int, axes: Mapping[str, int], most: int) -> list[L
     if not leaf.divisible or leaf.chunk is None or leaf.block_bytes <= most:
         return []
     uncut = leaf.block_bytes * lane_count(leaf, axes)
-    best: tuple[tuple[bool, int, int], int, int] | None = None
-    for dim, count in _possible_cuts(leaf):
-        first = leaf.sliced(Slice(index, dim, 0, leaf.block[dim] // count))
-        lanes = lane_count(first, axes)
-        if count % lanes:  # the last slices would not fill a batch of lanes
-            continue
-        size = first.block_bytes * lanes
-        rank = (size > most, count if size <= most else size, dim)
-        if size < uncut and (best is None or rank < best[0]):
-            best = (rank, dim, count)
-    if best is None:
+    cuts = []
+    for dim, chunks in enumerate(_chunk_counts(leaf.block, leaf.chunk)):
+        for count in _divisors(chunks)[1:]:
+            first = leaf.sliced(Slice(index, dim, 0, leaf.block[dim] // count))
+            lanes = lane_count(first, axes)
+            size = first.block_bytes * lanes
+            if size < uncut and count % lanes == 0:  # so that the last slices fill a batch of lanes
+                cuts.append((size > most, count if size <= most else size, dim, count))
+    if not cuts:
         return []
-    _, dim, count = best
+    *_, dim, count = min(cuts)
     size = leaf.block[dim] // count
     return [leaf.sliced(Slice(index, dim, number * size, size)) for number in range(count)]
 
@@ -63,12 +61,6 @@ def piece_shape(block: Sequence[int], assigned: Mapping[str, int], axes: Mapping
     for axis, dim in assigned.items():
         piece[dim] //= axes[axis]
     return tuple(piece)
-
-
-def _possible_cuts(leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """Yields (dimension, number of equal slices that end where chunks end)."""
-    for dim, count in enumerate(_chunk_counts(leaf.block, leaf.chunk)):
-        yield from ((dim, divisor) for divisor in _divisors(count) if divisor > 1)
 
 
 def _chunk_counts(block: Sequence[int], chunk: Sequence[int] | None) -> list[int]:

@@ -52,12 +52,9 @@ class Leaf:
 
     def sliced(self, rows: Slice) -> Leaf:
         """Returns a slice as a leaf of its own: the same rows of every device's block, one after the other."""
-
-        def resized(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
-            return (*sizes[: rows.dim], size, *sizes[rows.dim + 1 :])
-
-        shape = resized(self.shape, rows.size * self.shards(rows.dim))
-        return dataclasses.replace(self, shape=shape, block=resized(self.block, rows.size), slice=rows)
+        shape, block = list(self.shape), list(self.block)
+        shape[rows.dim], block[rows.dim] = rows.size * self.shards(rows.dim), rows.size
+        return dataclasses.replace(self, shape=tuple(shape), block=tuple(block), slice=rows)
 
 
 def itemsize(dtype: str) -> int:

@@ -49,6 +49,10 @@ class RestorePlan:
         rows = self.leaves[index].slice
         return index if rows is None else rows.leaf
 
+    def sources(self, groups: Iterable[Group]) -> list[int]:
+        """Returns the leaves asked for that groups hold, whole or in slices."""
+        return list(dict.fromkeys(self.source(index) for group in groups for index in group.leaves))
+
 
 def make_plan(
     leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int, group_bytes: int
@@ -88,8 +92,7 @@ def who_travels(
             direct[index] = leaf.direct_because or "it has no mesh"
             continue
         axes = placements[leaf.mesh].axes(leaf)
-        reason = placements[leaf.mesh].why_direct(leaf, axes)
-        if reason:
+        if reason := placements[leaf.mesh].why_direct(leaf, axes):
             direct[index] = reason
         else:
             travelling[leaf.mesh, axes].append(index)
@@ -181,31 +184,27 @@ def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes:
 
 def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: int) -> list[Bundle]:
     """Makes bundles of which every replica reads a disjoint share, as equal in bytes as chunks allow."""
+    sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
     small: list[int] = []
-    equals: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    splits: dict[int, tuple[tuple[str, int], ...]] = {}
+    equals: dict[tuple[tuple[int, ...], str, tuple[tuple[str, int], ...]], list[int]] = defaultdict(list)
     for index, leaf in leaves.items():
         assigned = split(leaf.block, leaf.chunk, axes)
         piece = piece_shape(leaf.block, assigned, axes)
-        if not leaf.block or (math.prod(piece) * leaf.itemsize < _SMALL and leaf.block_bytes <= _LARGE):
+        if not leaf.block or (math.prod(piece) * leaf.itemsize < _SMALL and sizes[index] <= _LARGE):
             small.append(index)
             continue
-        splits[index] = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
-        equals[leaf.block, leaf.dtype, splits[index]].append(index)
+        splits = tuple((axis, assigned[axis]) for axis in axes if axis in assigned)
+        equals[leaf.block, leaf.dtype, splits].append(index)
     made: list[Bundle] = []
     alone: list[int] = []  # large leaves that are too few for a batch
-    for indices in equals.values():
-        cut = splits[indices[0]]
-        lanes = tuple(axis for axis in axes if axis not in dict(cut))
+    for (_, _, splits), indices in equals.items():
+        lanes = tuple(axis for axis in axes if axis not in dict(splits))
         count = math.prod(axes[lane] for lane in lanes)
+        size = sizes[indices[0]]
         # One leaf at a time is slower, but a whole batch of these would exceed the group size.
-        whole = (
-            0 if count * leaves[indices[0]].block_bytes > group_bytes and lanes else len(indices) - len(indices) % count
-        )
-        made += [LaneBatch(tuple(indices[start : start + count]), cut, lanes) for start in range(0, whole, count)]
-        for index in indices[whole:]:
-            (alone if leaves[index].block_bytes > _LARGE else small).append(index)
-    sizes = {index: leaf.block_bytes for index, leaf in leaves.items()}
+        whole = 0 if lanes and count * size > group_bytes else len(indices) - len(indices) % count
+        made += [LaneBatch(tuple(indices[start : start + count]), splits, lanes) for start in range(0, whole, count)]
+        (alone if size > _LARGE else small).extend(indices[whole:])
     # A heap of (bytes dealt out whole so far, replica); of what is cut, all replicas read the same.
     loads = [(0, replica) for replica in range(math.prod(axes.values()))]
     made += [Sum(index, reader) for index, reader in _deal(alone, sizes, loads)]

@@ -60,8 +60,7 @@ class Loads:
         """Returns the load of leaves of which every process reads the blocks that it holds, each once."""
         read, arrays = np.zeros(self._processes), np.zeros(self._processes)
         blocks = functools.cache(self._blocks)
-        for index in indices:
-            leaf = self._leaves[index]
+        for leaf in (self._leaves[index] for index in indices):
             if leaf.mesh is None:
                 read += _leaf_bytes(leaf)
                 arrays += 1
@@ -88,7 +87,8 @@ class Traffic:
 def traffic_by_group(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int) -> list[Traffic]:
     """Returns the traffic of one process for each group of a plan."""
     own = functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes).of_process(process))
-    sizes, traffic = [leaf.block_bytes for leaf in plan.leaves], []
+    sizes = [leaf.block_bytes for leaf in plan.leaves]
+    traffic = []
     for group in plan.groups:
         devices = own(group.mesh, group.axes)
         total = _Exchanged([group], sizes, devices.replicas)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_ext.plan.forecast import notation
@@ -39,10 +39,6 @@ class Described:
     spec: notation.Spec | None = None  # None where none is given
     chunk: tuple[int, ...] | None = None
     direct_because: str = ""  # why every process reads it directly; empty if it can travel
-
-    @property
-    def itemsize(self) -> int:
-        return itemsize(self.dtype)
 
 
 def parse_shapes(text: str) -> list[Described]:
@@ -79,7 +75,7 @@ def place(
                 array.name,
                 array.shape,
                 array.dtype,
-                array.itemsize,
+                itemsize(array.dtype),
                 block,
                 mesh=0,
                 spec=notation.padded(spec, len(array.shape)),
@@ -98,7 +94,7 @@ def choose_spec(
 
     Raises `ValueError` if the spec of a rule does not fit.
     """
-    rule = notation.rule_for(name, rules)
+    rule = next((rule for rule in rules if rule.matches(name)), None)
     if rule is None:
         reason = notation.why_not(known, shape, mesh)
         return ((), reason) if reason else (known, "")
@@ -109,7 +105,8 @@ def choose_spec(
 
 def _numbered(where: str, parse: Any, entry: Any) -> list[Described]:
     try:
-        return _expanded(parse(entry))
+        array = parse(entry)
+        return [dataclasses.replace(array, name=name) for name in _names(array.name)]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: {error if isinstance(error, ValueError) else repr(error)}") from None
 
@@ -117,13 +114,7 @@ def _numbered(where: str, parse: Any, entry: Any) -> list[Described]:
 def _from_json(entry: Any) -> Described:
     if not isinstance(entry, dict) or not {"name", "shape", "dtype"} <= set(entry) <= _FIELDS:
         raise ValueError(f"expected an object with name, shape, dtype and optionally spec and chunk; found {entry!r}")
-    return _checked(
-        str(entry["name"]),
-        tuple(int(size) for size in entry["shape"]),
-        str(entry["dtype"]),
-        notation.parse_spec(entry["spec"]) if entry.get("spec") else None,
-        tuple(int(size) for size in entry["chunk"]) if entry.get("chunk") else None,
-    )
+    return _checked(entry["name"], entry["shape"], entry["dtype"], entry.get("spec"), entry.get("chunk"))
 
 
 def _from_line(line: str) -> Described:
@@ -133,45 +124,34 @@ def _from_line(line: str) -> Described:
             f"expected NAME DTYPE SHAPE [SPEC] [CHUNK], as in 'w bfloat16 64x128 P(None,tp)'; found {line!r}"
         )
     name, dtype, shape, spec, chunk = fields.groups()
-    return _checked(
-        name,
-        () if shape == "()" else _sizes(shape),
-        dtype,
+    return _checked(name, () if shape == "()" else shape.split("x"), dtype, spec, chunk and chunk.split("x"))
+
+
+def _checked(name: object, shape: Iterable[Any], dtype: object, spec: Any, chunk: Iterable[Any] | None) -> Described:
+    """Returns the described array. Raises if there is no such dtype or spec, or if a size is impossible."""
+    array = Described(
+        str(name),
+        tuple(map(int, shape)),
+        str(dtype),
         notation.parse_spec(spec) if spec else None,
-        _sizes(chunk) if chunk else None,
+        tuple(map(int, chunk)) if chunk else None,
     )
+    itemsize(array.dtype)  # raises if there is no such dtype
+    if any(size < 1 for size in (*array.shape, *(array.chunk or ()))):
+        raise ValueError(f"sizes must be 1 or more; found shape {array.shape} and chunk {array.chunk}")
+    if array.chunk is not None and len(array.chunk) != len(array.shape):
+        raise ValueError(f"the chunk {array.chunk} must have as many dimensions as the shape {array.shape}")
+    return array
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split("x"))
-
-
-def _checked(
-    name: str, shape: tuple[int, ...], dtype: str, spec: notation.Spec | None, chunk: tuple[int, ...] | None
-) -> Described:
-    itemsize(dtype)  # raises if there is no such dtype
-    if any(size < 1 for size in (*shape, *(chunk or ()))):
-        raise ValueError(f"sizes must be 1 or more; found shape {shape} and chunk {chunk}")
-    if chunk is not None and len(chunk) != len(shape):
-        raise ValueError(f"the chunk {chunk} must have as many dimensions as the shape {shape}")
-    return Described(name, shape, dtype, spec, chunk)
-
-
-def _expanded(described: Described) -> list[Described]:
-    """Returns one array for each number of every {first..last} in the name."""
-    names = [described.name]
-    while any(_RANGE.search(name) for name in names):
-        names = [one for name in names for one in _expand(name)]
-        if len(names) > _MOST:
-            raise ValueError(f"{described.name!r} stands for more than {_MOST} arrays")
-    return [dataclasses.replace(described, name=name) for name in names]
-
-
-def _expand(name: str) -> list[str]:
-    numbers = _RANGE.search(name)
-    if not numbers:
-        return [name]
-    first, last = int(numbers[1]), int(numbers[2])
-    if not 0 <= last - first < _MOST:
-        raise ValueError(f"{numbers[0]} in {name!r} is not a range such as {{0..60}}")
-    return [f"{name[: numbers.start()]}{number}{name[numbers.end() :]}" for number in range(first, last + 1)]
+def _names(pattern: str) -> list[str]:
+    """Returns a name for each number of every {first..last} in the pattern."""
+    names = [pattern]
+    while numbers := _RANGE.search(names[0]):
+        first, last = int(numbers[1]), int(numbers[2])
+        if not 0 <= last - first < _MOST:
+            raise ValueError(f"{numbers[0]} in {pattern!r} is not a range such as {{0..60}}")
+        if len(names) * (last - first + 1) > _MOST:
+            raise ValueError(f"{pattern!r} stands for more than {_MOST} arrays")
+        names = [_RANGE.sub(str(number), name, count=1) for name in names for number in range(first, last + 1)]
+    return names

@@ -9,7 +9,7 @@ from typing import Any
 
 from orbax_ext.options import Options, Strategy
 from orbax_ext.plan import cost, memory, volumes
-from orbax_ext.plan.choose import choose_plan, sources
+from orbax_ext.plan.choose import choose_plan
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import RestorePlan, largest_lane_batch
 from orbax_ext.plan.topology import MeshInfo
@@ -29,11 +29,6 @@ class Forecast:
     seconds: float
     device_bytes: int  # of the restored state on one device
     device_peak: int  # on a device, while the state is restored
-
-    @property
-    def travelling(self) -> list[int]:
-        """The leaves that are read once and exchanged."""
-        return sources(self.plan, self.plan.groups)
 
 
 def forecast(
@@ -66,19 +61,14 @@ def forecast(
 def _seconds(plan: RestorePlan, counted: Volumes, mesh: MeshInfo, processes: int, rates: cost.Rates) -> float:
     """Returns seconds by the cost model, where chunks are read whole. Leaves that are read directly come last."""
     loads = volumes.Loads(plan.leaves, [mesh], processes)
-    travelling = sources(plan, plan.groups)
+    exchanged, direct = loads.travelling(plan.groups), loads.direct(plan.direct)
     total = 0.0
-    for load, leaves in ((loads.travelling(plan.groups), travelling), (loads.direct(plan.direct), [*plan.direct])):
-        times = amplification(counted, leaves)
+    for load, leaves in ((exchanged, plan.sources(plan.groups)), (direct, plan.direct)):
+        needed = sum(counted.leaf_needed[leaf] for leaf in leaves)
+        times = sum(counted.leaf_read[leaf] for leaf in leaves) / needed if needed else 1.0
         in_chunks = dataclasses.replace(load, read=int(load.read * times), read_by_all=int(load.read_by_all * times))
         total += cost.seconds(in_chunks, rates)
     return total
-
-
-def amplification(counted: Volumes, leaves: Sequence[int]) -> float:
-    """Returns how many times the bytes that are needed are read, because chunks are read whole."""
-    needed = sum(counted.leaf_needed[leaf] for leaf in leaves)
-    return sum(counted.leaf_read[leaf] for leaf in leaves) / needed if needed else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +80,8 @@ class UnfitChunks:
     needed: int
 
     def __str__(self) -> str:
-        unfit = [
-            dim
-            for dim, (block, chunk) in enumerate(zip(self.leaf.block, self.leaf.chunk or (), strict=False))
-            if block % chunk
-        ]
-        dims = ", ".join(map(str, unfit)) or "-"
+        sizes = zip(self.leaf.block, self.leaf.chunk or (), strict=False)
+        dims = ", ".join(str(dim) for dim, (block, chunk) in enumerate(sizes) if block % chunk) or "-"
         return f"{self.leaf.name}: chunks {self.leaf.chunk} do not fit blocks {self.leaf.block} in dimension {dims}"
 
 
@@ -112,7 +98,7 @@ def unfit_chunks(counted: Volumes, leaves: Sequence[Leaf]) -> list[UnfitChunks]:
 def reasons(of: Forecast, leaves: Sequence[Leaf]) -> Mapping[str, list[str]]:
     """Returns why leaves are restored as they are: names by reason, those that travel first."""
     names: dict[str, list[str]] = {}
-    if travelling := of.travelling:
+    if travelling := of.plan.sources(of.plan.groups):
         reason = f"{of.plan.strategy}: {of.plan.because or 'several processes hold the same data'}"
         names[reason] = [leaves[index].name for index in travelling]
     for index, reason in of.plan.direct.items():
@@ -121,10 +107,7 @@ def reasons(of: Forecast, leaves: Sequence[Leaf]) -> Mapping[str, list[str]]:
 
 
 def mesh_on(axes: Sequence[tuple[str, int]], processes: int) -> MeshInfo:
-    """Returns a mesh over all devices in order, the same number on each process.
-
-    Raises `ValueError` if the devices do not divide over the processes.
-    """
+    """Returns a mesh over all devices in order. Raises `ValueError` if they do not divide over the processes."""
     devices = math.prod(size for _, size in axes)
     if processes < 1 or devices % processes:
         raise ValueError(

@@ -75,11 +75,6 @@ def parse_rule(text: str) -> Rule:
     return Rule(pattern.strip(), parse_spec(spec))
 
 
-def rule_for(name: str, rules: Sequence[Rule]) -> Rule | None:
-    """Returns the first rule that matches a leaf, if any."""
-    return next((rule for rule in rules if rule.matches(name)), None)
-
-
 def why_not(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
     """Returns why an array of this shape cannot have this spec on this mesh, or an empty string."""
     if len(spec) > len(shape):

@@ -42,10 +42,8 @@ def _panel(forecast: Forecast, top: int, most: tuple[int, int]) -> list[str]:
     line = top + 24 + half
     step = (_WIDTH - _LEFT - 20) / len(read)
     per_bar = -(-len(forecast.volumes.read) // len(read))
-    heading = (
-        f"{forecast.strategy}: {text_lib.size(forecast.volumes.total_read)} read in all, "
-        f"{text_lib.seconds(forecast.seconds)} expected"
-    )
+    total, expected = text_lib.size(forecast.volumes.total_read), text_lib.seconds(forecast.seconds)
+    heading = f"{forecast.strategy}: {total} read in all, {expected} expected"
     parts = [f'<text x="{_LEFT}" y="{top + 14}" font-weight="bold">{html.escape(heading)}</text>']
     for sign, scale in zip((-1, 1), most, strict=True):
         edge = line + sign * half
