@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli import arguments, exits, files
 from orbax_ext.storage import checkpoint
 from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Shows the steps of a CheckpointManager's directory, or the tree of one checkpoint with shapes, "
+    "dtypes, stored chunks, bytes on disk, and the mesh it was saved on."
+)
+EPILOG = """examples:
   orbax-ext inspect /ckpt/run7               the steps, which of them are committed, how large they are
   orbax-ext inspect /ckpt/run7 --step 1200   the tree of one step: shapes, dtypes, chunks, bytes
   orbax-ext inspect s3://bucket/run7/1200 --json
@@ -23,20 +27,13 @@ are missing; 2: the path is not a checkpoint, or its save never finished.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Shows the steps of a CheckpointManager's directory, or the tree of one checkpoint with shapes, "
-        "dtypes, stored chunks, bytes on disk, and the mesh it was saved on."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list all)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    with paths.readable(args.checkpoint):
+    with files.readable_checkpoint(args.checkpoint):
         contents = checkpoint.inspect(args.checkpoint, args.step)
     if isinstance(contents, ManagerDirectory):
         print(json.dumps(_manager_data(contents), indent=2) if args.json else _manager_text(contents))
@@ -74,10 +71,12 @@ def _newest(committed: Sequence[SavedStep]) -> str:
 
 
 def _item_text(item: CheckpointItem) -> str:
-    lines = [f"{item.path}", f"  {_facts(item)}"]
+    lines = [item.path, f"  {_facts(item)}"]
     if not item.has_arrays:
         return "\n".join(lines)
-    lines += ["", _leaves_table(item.leaves), "", f"  {_totals(item)}"]
+    head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
+    table = text_lib.table(head, [_row(leaf) for leaf in item.leaves], right=(4, 6, 7, 8))
+    lines += ["", table, "", f"  {_totals(item)}"]
     lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
     return "\n".join(lines)
 
@@ -98,11 +97,6 @@ def _facts(item: CheckpointItem) -> str:
     if item.handler:
         facts.append(item.handler.rpartition(".")[2])
     return "; ".join(facts)
-
-
-def _leaves_table(leaves: Sequence[StoredLeaf]) -> str:
-    head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
-    return text_lib.table(head, [_row(leaf) for leaf in leaves], right=(4, 6, 7, 8))
 
 
 def _row(leaf: StoredLeaf) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "show where the time of a restore went, on all processes",
     "verify": "compare a checkpoint with the digests stored beside it, or write them",
 }
+_FOLDERS = ("check", "doctor")  # commands that are a folder with a module `command`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,5 +68,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name == chosen:
-            importlib.import_module(f"orbax_ext.cli.{name}").configure(command)
+            module = importlib.import_module(f"orbax_ext.cli.{name}{'.command' if name in _FOLDERS else ''}")
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+            command.set_defaults(run=module.run)
+            module.configure(command)
     return parser

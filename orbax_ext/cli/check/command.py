@@ -16,7 +16,7 @@ import jax
 
 from orbax_ext import lab
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli import arguments, exits, files
 from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
@@ -24,7 +24,11 @@ from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import notation
 from orbax_ext.upstream.runtime import place_in_job
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Restores a checkpoint on all processes of this job, discards the result, and reports whether the restore "
+    "works, how fast storage and interconnect were, whether all copies are exact, and what to change."
+)
+EPILOG = """examples:
   srun -N 4 orbax-ext check /ckpt/run7 --mesh pp=1,dp=4,tp=8
   mpirun -n 4 orbax-ext check s3://bucket/run7 --step 1200
   orbax-ext check /ckpt/run7 --local 4x8          4 processes x 8 CPU devices on this machine
@@ -41,12 +45,6 @@ _GRACE = 30.0  # seconds above the restore's own limit, whose error names the mi
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Restores a checkpoint on all processes of this job, discards the result, and reports whether the restore "
-        "works, how fast storage and interconnect were, whether all copies are exact, and what to change."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     arguments.add_step(parser)
     parser.add_argument("--mesh", metavar="AXES", help="the mesh to restore on, such as pp=1,dp=4,tp=8")
@@ -55,13 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", metavar="PxD", help="start P processes with D CPU devices each on this machine")
     parser.add_argument("--timeout", type=float, default=600.0, help="limit in seconds for the whole restore (600)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         request = CheckRequest(
-            _absolute(args.checkpoint),
+            args.checkpoint if "://" in args.checkpoint else os.path.abspath(args.checkpoint),
             args.step,
             notation.parse_mesh(args.mesh) if args.mesh else None,
             tuple(notation.parse_rule(text) for text in args.spec),
@@ -77,10 +74,6 @@ def run(args: argparse.Namespace) -> int:
         _print(result, args.json)
         return _exit_code(result)
     return _check_in_job(request, args.json)
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.abspath(path)
 
 
 def _processes_and_devices(text: str) -> tuple[int, int]:
@@ -104,7 +97,7 @@ def _check_locally(request: CheckRequest, processes: int, devices: int) -> Check
 
 def _check_path(request: CheckRequest) -> None:
     """Raises `UserError` if the path is wrong, before any process is started or waited for."""
-    with paths.readable(request.path):
+    with files.readable_checkpoint(request.path):
         rehearsal.items(request)
 
 
