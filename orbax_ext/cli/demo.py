@@ -53,7 +53,7 @@ class Row:
     exact: bool = False
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     if args.processes < 2 or args.devices < 1 or args.megabytes < 1:
         raise exits.UserError("a demo needs at least 2 processes, 1 device each and 1 megabyte")
     where = f"{text_lib.count(args.processes, 'process')} x {text_lib.count(args.devices, 'device')}"
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         versions = f"Orbax {version.orbax_version()}, JAX {jax.__version__}, orbax_ext {version.__version__}"
         print(f"\n{table(rows)}\n\n{versions}")
-    return exits.EXIT_OK if rows[-1].exact else exits.EXIT_BAD_VERDICT
+    return rows[-1].exact
 
 
 def _print_progress(line: str) -> None:
@@ -82,8 +82,7 @@ def _print_progress(line: str) -> None:
 
 def row_of(name: str, outcomes: Sequence[lab.Outcome]) -> Row:
     """Returns the row of one handler: the slowest process's seconds, and the bytes that all processes read."""
-    bad = [outcome for outcome in outcomes if not outcome.ok]
-    if bad:
+    if bad := [outcome for outcome in outcomes if not outcome.ok]:
         reason = str(bad[0].failure or bad[0].state).splitlines()[0]
         return Row(name, f"failed on {len(bad)} of {len(outcomes)}: {reason[:60]}")
     values = [outcome.value for outcome in outcomes]

@@ -28,8 +28,7 @@ def _user_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise exits.UserError(f"{path}: {reason}") from None
+        raise exits.UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @contextlib.contextmanager

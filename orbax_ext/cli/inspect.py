@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, files
+from orbax_ext.cli import arguments, files
 from orbax_ext.storage import checkpoint
 from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
@@ -32,15 +32,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     with files.readable_checkpoint(args.checkpoint):
         contents = checkpoint.inspect(args.checkpoint, args.step)
     if isinstance(contents, ManagerDirectory):
         print(json.dumps(_manager_data(contents), indent=2) if args.json else _manager_text(contents))
-        return exits.EXIT_OK if any(step.state.committed for step in contents.steps) else exits.EXIT_BAD_VERDICT
+        return any(step.state.committed for step in contents.steps)
     data = {"path": args.checkpoint, "items": [_item_data(item) for item in contents]}
     print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in contents))
-    return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in contents for leaf in item.leaves) else exits.EXIT_OK
+    return not any(leaf.problem for item in contents for leaf in item.leaves)
 
 
 def _manager_text(manager: ManagerDirectory) -> str:
@@ -72,12 +72,11 @@ def _newest(committed: Sequence[SavedStep]) -> str:
 
 def _item_text(item: CheckpointItem) -> str:
     lines = [item.path, f"  {_facts(item)}"]
-    if not item.has_arrays:
-        return "\n".join(lines)
-    head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
-    table = text_lib.table(head, [_row(leaf) for leaf in item.leaves], right=(4, 6, 7, 8))
-    lines += ["", table, "", f"  {_totals(item)}"]
-    lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
+    if item.has_arrays:
+        head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
+        table = text_lib.table(head, [_row(leaf) for leaf in item.leaves], right=(4, 6, 7, 8))
+        lines += ["", table, "", f"  {_totals(item)}"]
+        lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
     return "\n".join(lines)
 
 
@@ -179,8 +178,7 @@ def _leaf_data(leaf: StoredLeaf) -> dict[str, Any]:
             "logical_bytes": header.logical_bytes,
             "stored_bytes": leaf.array.stored_bytes,
         }
-    if leaf.sharding is not None:
-        sharding = leaf.sharding
+    if sharding := leaf.sharding:
         data["sharding"] = {"kind": sharding.kind, "mesh": dict(sharding.axes), "spec": sharding.spec}
     if leaf.key_type:
         data["key_type"] = leaf.key_type

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
             name = f"orbax-ext {args.command}"
-            code: int = args.run(args)
+            good: bool = args.run(args)
         finally:
             sys.stdout.flush()  # raises BrokenPipeError here rather than when Python exits
     except exits.UserError as error:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `orbax-ext ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the pipe again at exit
         return exits.EXIT_BROKEN_PIPE
-    return code
+    return exits.EXIT_OK if good else exits.EXIT_BAD_VERDICT
 
 
 class _Parser(argparse.ArgumentParser):

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     known = patching.load_all()
     tree = read_tree(args.to, known)
     candidates, state = identify(tree, known)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         write_tree(args.to, (patching.reverse if args.reverse else patching.apply)(series, tree))
         did, state = "taken back" if args.reverse else "applied", wanted
     _print(args, [series.release for series in candidates], series, state, did)
-    return exits.EXIT_OK if state == wanted else exits.EXIT_BAD_VERDICT
+    return state == wanted
 
 
 def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str, bytes]:
@@ -61,8 +61,7 @@ def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str,
     if not (root / "orbax" / "checkpoint").is_dir():
         raise exits.UserError(f"{root} holds no orbax/checkpoint. Give the directory that does, such as site-packages.")
     paths = {path for series in known for path in series.originals}
-    missing = sorted(path for path in paths if not (root / path).is_file())
-    if missing:
+    if missing := sorted(path for path in paths if not (root / path).is_file()):
         raise exits.UserError(
             f"{root} is not a release that there are patches for: it has no {text_lib.listing(missing)}."
         )
@@ -72,8 +71,7 @@ def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str,
 def identify(tree: Mapping[str, bytes], known: Sequence[patching.Series]) -> tuple[list[patching.Series], str]:
     """Returns the releases that the files belong to, and "original" or "patched"; or none, and "other"."""
     for state in ("original", "patched"):
-        matching = [series for series in known if patching.state(series, tree) == state]
-        if matching:
+        if matching := [series for series in known if patching.state(series, tree) == state]:
             return matching, state
     return [], "other"
 

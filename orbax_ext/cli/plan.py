@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     rates, free = _cluster(args)
     try:
         mesh = forecast_lib.mesh_on(notation.parse_mesh(args.mesh), args.processes)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_data(model, leaves, forecasts, rates, notes), indent=1))
     else:
         print(_text(model, mesh, args, leaves, forecasts, rates, notes))
-    return exits.EXIT_OK if forecasts["auto"].device_peak <= free else exits.EXIT_BAD_VERDICT
+    return forecasts["auto"].device_peak <= free
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Rates, int]:

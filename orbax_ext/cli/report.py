@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import exits, files
+from orbax_ext.cli import files
 from orbax_ext.report import page, timeline
 from orbax_ext.report.report import RestoreReport
 
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the analysis as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     report = files.load(args.file, RestoreReport.from_json)
     if args.html:
         files.write(args.html, page.render(report))
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         written = [f"written: {path}" for path in (args.html, args.trace) if path]
         print("\n".join([str(report), *_lines(report), *written]))
-    return exits.EXIT_BAD_VERDICT if report.error else exits.EXIT_OK
+    return not report.error
 
 
 def _analysis(report: RestoreReport) -> dict[str, Any]:
@@ -79,12 +79,10 @@ def _lines(report: RestoreReport) -> list[str]:
         f"{phase} on {text_lib.process(process, hosts)} {text_lib.seconds(taken)}"
         for (phase, process), taken in largest
     ]
-    lines = [f"critical path: {', '.join(parts)}"]
     waits = [
         f"{text_lib.process(blame.process, hosts)} by {text_lib.count(blame.waiters, 'process')} "
         f"({text_lib.seconds(blame.seconds)} in all)"
         for blame in timeline.most_waited_for(lanes)[:3]
     ]
-    if waits:
-        lines.append(f"waited for: {', '.join(waits)}")
-    return lines
+    critical_path = f"critical path: {', '.join(parts)}"
+    return [critical_path, f"waited for: {', '.join(waits)}"] if waits else [critical_path]

@@ -34,13 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     with files.readable_checkpoint(args.checkpoint):
         items = checkpoint.locate(args.checkpoint, args.step)
         results = [_write(item) if args.write else _compare(item) for item in items]
     lines = [line for result in results for line in _lines(result)]
     print(json.dumps(results, indent=2) if args.json else "\n".join(lines))
-    return exits.EXIT_BAD_VERDICT if any(result["bad"] for result in results) else exits.EXIT_OK
+    return not any(result["bad"] for result in results)
 
 
 def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:

@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     try:
         request = CheckRequest(
             args.checkpoint if "://" in args.checkpoint else os.path.abspath(args.checkpoint),
@@ -70,20 +70,17 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout <= 0:
         raise exits.UserError(f"--timeout must be a positive number of seconds; found {args.timeout:g}")
     if args.local:
-        result = _check_locally(request, *_processes_and_devices(args.local))
+        result = _check_locally(request, args.local)
         _print(result, args.json)
-        return _exit_code(result)
+        return result.ok
     return _check_in_job(request, args.json)
 
 
-def _processes_and_devices(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or int(match[1]) < 1 or int(match[2]) < 1:
-        raise exits.UserError(f"--local is PROCESSESxDEVICES, such as 4x8; found {text!r}")
-    return int(match[1]), int(match[2])
-
-
-def _check_locally(request: CheckRequest, processes: int, devices: int) -> CheckResult:
+def _check_locally(request: CheckRequest, size: str) -> CheckResult:
+    match = re.fullmatch(r"(\d+)x(\d+)", size)
+    processes, devices = map(int, match.groups()) if match else (0, 0)
+    if not processes or not devices:
+        raise exits.UserError(f"--local is PROCESSESxDEVICES, such as 4x8; found {size!r}")
     _check_path(request)
     where = f"{text_lib.count(processes, 'process')} x {text_lib.count(devices, 'CPU device')}"
     print(f"starting {where} ...", file=sys.stderr, flush=True)
@@ -104,14 +101,13 @@ def _check_path(request: CheckRequest) -> None:
 def result_of(path: str, outcomes: Sequence[lab.Outcome]) -> CheckResult:
     """Returns the result of the first process that returned one; processes that returned none make it an error."""
     lost = [str(outcome).splitlines()[0] for outcome in outcomes if not outcome.ok]
-    results: list[CheckResult] = [outcome.value for outcome in outcomes if outcome.ok]
-    result = results[0] if results else CheckResult(path, {})
+    result: CheckResult = next((outcome.value for outcome in outcomes if outcome.ok), CheckResult(path, {}))
     if lost and not result.error:
         return CheckResult(path, result.processes, error="; ".join(lost))
     return result
 
 
-def _check_in_job(request: CheckRequest, as_json: bool) -> int:
+def _check_in_job(request: CheckRequest, as_json: bool) -> bool:
     """Checks as one process of the job that a launcher started, or alone if there is no launcher."""
     stdout = _keep_stdout()
     with _watchdog(request.path, as_json, stdout, request.timeout, "not all processes of the job came"):
@@ -123,8 +119,8 @@ def _check_in_job(request: CheckRequest, as_json: bool) -> int:
     if place_in_job()[0] == 0:
         _print(result, as_json, stdout)
     if not alone:
-        _leave(_exit_code(result))
-    return _exit_code(result)
+        _leave(exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT)
+    return result.ok
 
 
 def _keep_stdout() -> IO[str]:
@@ -179,10 +175,6 @@ def _leave(code: int) -> None:
     leaving.start()
     leaving.join(_LEAVE_LIMIT)
     os._exit(code)
-
-
-def _exit_code(result: CheckResult) -> int:
-    return exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT
 
 
 def _print(result: CheckResult, as_json: bool, file: IO[str] | None = None) -> None:

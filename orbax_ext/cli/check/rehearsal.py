@@ -118,8 +118,7 @@ def _restore(
         raise  # already raised on all processes
     except Exception as error:
         failure = failure_to_json(error)
-    failed = failures_from_json(session.meet("restore", failure), session.hosts, "restore")
-    if failed:
+    if failed := failures_from_json(session.meet("restore", failure), session.hosts, "restore"):
         raise errors.restore_failed(failed)
     last = last_report()
     return {

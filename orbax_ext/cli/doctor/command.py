@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from orbax_ext.cli import exits
 from orbax_ext.cli.doctor import installation
 from orbax_ext.upstream import probes
 from orbax_ext.upstream.defects import DEFECTS, Defect
@@ -57,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     versions = installation.versions()
     files = installation.orbax_files()
     probed = {} if args.quick else probes.run([defect.probe for defect in DEFECTS if defect.probe])
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     checks = [installation.s3()] if args.quick else [installation.runtime(), *installation.cluster(), installation.s3()]
     diagnosis = Diagnosis(versions, files, findings, checks, args.registered)
     print(json.dumps(_data(diagnosis), indent=2) if args.json else "\n".join(_lines(diagnosis)))
-    return exits.EXIT_BAD_VERDICT if diagnosis.breaking else exits.EXIT_OK
+    return not diagnosis.breaking
 
 
 def judge(defect: Defect, release: str, files: installation.Files, probed: dict[str, bool | str]) -> Finding:
@@ -130,7 +129,5 @@ def _conclusion(breaking: Sequence[str], registered: bool) -> list[str]:
     handler = "with orbax_ext registered" if registered else "with Orbax's own single-replica handler"
     if not breaking:
         return [f"Nothing found that would break a restore {handler}."]
-    lines = [f"A restore {handler} would break: {', '.join(breaking)}."]
-    if not registered:
-        lines.append("If your program calls orbax_ext.register(), run this again with --registered.")
-    return lines
+    hint = "If your program calls orbax_ext.register(), run this again with --registered."
+    return [f"A restore {handler} would break: {', '.join(breaking)}.", *([] if registered else [hint])]

@@ -9,7 +9,6 @@ import pathlib
 import re
 import subprocess
 import sys
-from typing import Any
 
 from orbax_ext import lab, version
 from orbax_ext import text as text_lib
@@ -95,13 +94,12 @@ def s3() -> Check:
         tensorstore.KvStore.Spec({"driver": "s3", "bucket": "some-bucket"})
     except ValueError as error:
         return Check("S3", "absent", f"this TensorStore has no s3 driver: {error}")
-    missing = [name for name in _extra("s3") if _installed_version(name) is None]
-    if missing:
+    if missing := [name for name in _packages_of_extra("s3") if _installed_version(name) is None]:
         return Check("S3", "absent", f"not installed: {', '.join(missing)}. Get them with: pip install 'orbax-ext[s3]'")
     return Check("S3", "ok", "TensorStore's s3 driver is installed")
 
 
-def _extra(extra: str) -> list[str]:
+def _packages_of_extra(extra: str) -> list[str]:
     """Returns the packages that an extra of this package requires."""
     try:
         requirements = importlib.metadata.requires("orbax-ext") or []
@@ -137,7 +135,7 @@ def _gather() -> str:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    gathered: Any = multihost_utils.process_allgather(np.array([jax.process_index()]))
-    if gathered.ravel().tolist() != [0, 1]:
-        raise ValueError(f"an all-gather of [0] and [1] gave {gathered.ravel().tolist()}")
+    gathered = np.asarray(multihost_utils.process_allgather(np.array([jax.process_index()]))).ravel().tolist()
+    if gathered != [0, 1]:
+        raise ValueError(f"an all-gather of [0] and [1] gave {gathered}")
     return "gloo on local CPU processes; for your devices and network run: orbax-ext check"
