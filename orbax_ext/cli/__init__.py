@@ -1,4 +1,5 @@
 """The commands of `orbax-ext`, one module or folder each.
 
-Each has `configure(parser)`, which adds its arguments and sets `run`; `run(args)` returns the exit code.
+Each has the texts DESCRIPTION and EPILOG of its help, `configure(parser)`, which adds its arguments, and `run(args)`,
+which prints the answer and returns whether it is good.
 """

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli import arguments, files
 from orbax_ext.storage import checkpoint
 from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Shows the steps of a CheckpointManager's directory, or the tree of one checkpoint with shapes, "
+    "dtypes, stored chunks, bytes on disk, and the mesh it was saved on."
+)
+EPILOG = """examples:
   orbax-ext inspect /ckpt/run7               the steps, which of them are committed, how large they are
   orbax-ext inspect /ckpt/run7 --step 1200   the tree of one step: shapes, dtypes, chunks, bytes
   orbax-ext inspect s3://bucket/run7/1200 --json
@@ -23,27 +27,20 @@ are missing; 2: the path is not a checkpoint, or its save never finished.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Shows the steps of a CheckpointManager's directory, or the tree of one checkpoint with shapes, "
-        "dtypes, stored chunks, bytes on disk, and the mesh it was saved on."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list all)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    with paths.readable(args.checkpoint):
+def run(args: argparse.Namespace) -> bool:
+    with files.readable_checkpoint(args.checkpoint):
         contents = checkpoint.inspect(args.checkpoint, args.step)
     if isinstance(contents, ManagerDirectory):
         print(json.dumps(_manager_data(contents), indent=2) if args.json else _manager_text(contents))
-        return exits.EXIT_OK if any(step.state.committed for step in contents.steps) else exits.EXIT_BAD_VERDICT
+        return any(step.state.committed for step in contents.steps)
     data = {"path": args.checkpoint, "items": [_item_data(item) for item in contents]}
     print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in contents))
-    return exits.EXIT_BAD_VERDICT if any(leaf.problem for item in contents for leaf in item.leaves) else exits.EXIT_OK
+    return not any(leaf.problem for item in contents for leaf in item.leaves)
 
 
 def _manager_text(manager: ManagerDirectory) -> str:
@@ -74,11 +71,12 @@ def _newest(committed: Sequence[SavedStep]) -> str:
 
 
 def _item_text(item: CheckpointItem) -> str:
-    lines = [f"{item.path}", f"  {_facts(item)}"]
-    if not item.has_arrays:
-        return "\n".join(lines)
-    lines += ["", _leaves_table(item.leaves), "", f"  {_totals(item)}"]
-    lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
+    lines = [item.path, f"  {_facts(item)}"]
+    if item.has_arrays:
+        head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
+        table = text_lib.table(head, [_row(leaf) for leaf in item.leaves], right=(4, 6, 7, 8))
+        lines += ["", table, "", f"  {_totals(item)}"]
+        lines += [f"  PROBLEM: {leaf.name}: {leaf.problem}" for leaf in item.leaves if leaf.problem]
     return "\n".join(lines)
 
 
@@ -98,11 +96,6 @@ def _facts(item: CheckpointItem) -> str:
     if item.handler:
         facts.append(item.handler.rpartition(".")[2])
     return "; ".join(facts)
-
-
-def _leaves_table(leaves: Sequence[StoredLeaf]) -> str:
-    head = ("leaf", "dtype", "shape", "chunk", "chunks", "saved as", "bytes", "on disk", "")
-    return text_lib.table(head, [_row(leaf) for leaf in leaves], right=(4, 6, 7, 8))
 
 
 def _row(leaf: StoredLeaf) -> tuple[str, ...]:
@@ -185,8 +178,7 @@ def _leaf_data(leaf: StoredLeaf) -> dict[str, Any]:
             "logical_bytes": header.logical_bytes,
             "stored_bytes": leaf.array.stored_bytes,
         }
-    if leaf.sharding is not None:
-        sharding = leaf.sharding
+    if sharding := leaf.sharding:
         data["sharding"] = {"kind": sharding.kind, "mesh": dict(sharding.axes), "spec": sharding.spec}
     if leaf.key_type:
         data["key_type"] = leaf.key_type

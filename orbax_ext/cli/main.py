@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "show where the time of a restore went, on all processes",
     "verify": "compare a checkpoint with the digests stored beside it, or write them",
 }
+_FOLDERS = ("check", "doctor")  # commands that are a folder with a module `command`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
             name = f"orbax-ext {args.command}"
-            code: int = args.run(args)
+            good: bool = args.run(args)
         finally:
             sys.stdout.flush()  # raises BrokenPipeError here rather than when Python exits
     except exits.UserError as error:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `orbax-ext ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the pipe again at exit
         return exits.EXIT_BROKEN_PIPE
-    return code
+    return exits.EXIT_OK if good else exits.EXIT_BAD_VERDICT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,5 +68,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name == chosen:
-            importlib.import_module(f"orbax_ext.cli.{name}").configure(command)
+            module = importlib.import_module(f"orbax_ext.cli.{name}{'.command' if name in _FOLDERS else ''}")
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+            command.set_defaults(run=module.run)
+            module.configure(command)
     return parser

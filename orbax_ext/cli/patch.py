@@ -14,7 +14,8 @@ from orbax_ext import text as text_lib
 from orbax_ext.cli import exits
 from orbax_ext.upstream import patching
 
-_EPILOG = """examples:
+DESCRIPTION = "Applies the patches for the stock single-replica handler to a source tree of Orbax."
+EPILOG = """examples:
   orbax-ext patch --to third_party/orbax/checkpoint --check
   orbax-ext patch --to third_party/orbax/checkpoint
 
@@ -27,9 +28,6 @@ known release, and nothing was changed.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Applies the patches for the stock single-replica handler to a source tree of Orbax."
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--to", metavar="DIR", required=True, type=pathlib.Path, help="the directory that holds orbax/checkpoint"
     )
@@ -37,28 +35,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--check", action="store_true", help="change nothing, only show whether the patches are applied")
     how.add_argument("--reverse", action="store_true", help="remove the patches")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     known = patching.load_all()
     tree = read_tree(args.to, known)
-    candidates, state = identify(args.to, tree, known)
+    candidates, state = identify(tree, known)
+    if not candidates:
+        raise exits.UserError("\n".join(_why_unknown(args.to, tree, known)))
     series = candidates[-1]  # releases with the same files have the same patches
+    wanted = "original" if args.reverse else "patched"
     if args.check:
-        did, code = "checked", exits.EXIT_OK if state == "patched" else exits.EXIT_BAD_VERDICT
-    elif args.reverse:
-        did, code = "nothing to take back" if state == "original" else "taken back", exits.EXIT_OK
-        if state == "patched":
-            write_tree(args.to, patching.reverse(series, tree))
-            state = "original"
+        did = "checked"
+    elif state == wanted:
+        did = "nothing to take back" if args.reverse else "nothing to do"
     else:
-        did, code = "nothing to do" if state == "patched" else "applied", exits.EXIT_OK
-        if state == "original":
-            write_tree(args.to, patching.apply(series, tree))
-            state = "patched"
+        write_tree(args.to, (patching.reverse if args.reverse else patching.apply)(series, tree))
+        did, state = "taken back" if args.reverse else "applied", wanted
     _print(args, [series.release for series in candidates], series, state, did)
-    return code
+    return state == wanted
 
 
 def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str, bytes]:
@@ -66,23 +61,19 @@ def read_tree(root: pathlib.Path, known: Sequence[patching.Series]) -> dict[str,
     if not (root / "orbax" / "checkpoint").is_dir():
         raise exits.UserError(f"{root} holds no orbax/checkpoint. Give the directory that does, such as site-packages.")
     paths = {path for series in known for path in series.originals}
-    missing = sorted(path for path in paths if not (root / path).is_file())
-    if missing:
+    if missing := sorted(path for path in paths if not (root / path).is_file()):
         raise exits.UserError(
             f"{root} is not a release that there are patches for: it has no {text_lib.listing(missing)}."
         )
     return {path: (root / path).read_bytes() for path in sorted(paths)}
 
 
-def identify(
-    root: pathlib.Path, tree: Mapping[str, bytes], known: Sequence[patching.Series]
-) -> tuple[list[patching.Series], str]:
-    """Returns the releases that the files belong to, and whether they are "original" or "patched"."""
+def identify(tree: Mapping[str, bytes], known: Sequence[patching.Series]) -> tuple[list[patching.Series], str]:
+    """Returns the releases that the files belong to, and "original" or "patched"; or none, and "other"."""
     for state in ("original", "patched"):
-        matching = [series for series in known if patching.state(series, tree) == state]
-        if matching:
+        if matching := [series for series in known if patching.state(series, tree) == state]:
             return matching, state
-    raise exits.UserError("\n".join(_why_unknown(root, tree, known)))
+    return [], "other"
 
 
 def _why_unknown(root: pathlib.Path, tree: Mapping[str, bytes], known: Sequence[patching.Series]) -> list[str]:
@@ -92,10 +83,8 @@ def _why_unknown(root: pathlib.Path, tree: Mapping[str, bytes], known: Sequence[
     likely = [series for series in known if any(_origin(series, path, digest) for path, digest in digests.items())]
     for path, digest in digests.items():
         origins = [origin for series in likely if (origin := _origin(series, path, digest))]
-        lines += [
-            f"  {path}",
-            f"    found     {digest} ({', '.join(origins) or 'changed by someone, or another release'})",
-        ]
+        lines.append(f"  {path}")
+        lines.append(f"    found     {digest} ({', '.join(origins) or 'changed by someone, or another release'})")
         if not origins:
             lines += [f"    expected  {series.originals[path]} (as released in {series.release})" for series in likely]
     if not likely:

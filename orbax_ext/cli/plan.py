@@ -6,11 +6,12 @@ A described model (--shapes) is planned without JAX, Orbax and TensorStore: impo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16, float8_e4m3fn and the like with numpy, for dtypes in --shapes
 import numpy as np
@@ -24,10 +25,11 @@ from orbax_ext.plan.forecast import forecast as forecast_lib
 from orbax_ext.plan.forecast.described import Described
 from orbax_ext.plan.forecast.forecast import Forecast
 
-if TYPE_CHECKING:
-    from orbax_ext.storage import checkpoint
-
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Shows, without devices, what each process would read and receive, which leaves would be read more "
+    "than once, how long each strategy would take, and which one auto picks and why."
+)
+EPILOG = """examples:
   orbax-ext plan /ckpt/run7 --mesh pp=1,dp=4,tp=8 --processes 4
   orbax-ext plan /ckpt/run7 --mesh dp=64,tp=8 --processes 64 --spec '*.kernel=P(None,tp)' --svg plan.svg
   orbax-ext plan --shapes model.txt --mesh pp=16,dp=256,tp=8 --processes 4096
@@ -48,12 +50,6 @@ _HEAD = ("strategy", "read in all", "of the state", "busiest reads", "receives",
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Shows, without devices, what each process would read and receive, which leaves would be read more "
-        "than once, how long each strategy would take, and which one auto picks and why."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("checkpoint", metavar="CKPT", nargs="?", help=arguments.CHECKPOINT)
     what.add_argument("--shapes", metavar="FILE", type=pathlib.Path, help="a file that describes a model, see below")
@@ -73,15 +69,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     rate.add_argument("--memory", metavar="GB", type=float, help="memory free on each device before the restore (64)")
     parser.add_argument("--svg", metavar="OUT", type=pathlib.Path, help="write a picture of the bytes by process")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     rates, free = _cluster(args)
     try:
         mesh = forecast_lib.mesh_on(notation.parse_mesh(args.mesh), args.processes)
         rules = [notation.parse_rule(text) for text in args.spec]
-        leaves, unfit = described.place(_described(args), mesh, rules)
+        arrays = files.load(args.shapes, described.parse_shapes) if args.shapes else _stored(args.checkpoint, args.step)
+        leaves, unfit = described.place(arrays, mesh, rules)
         forecasts: dict[str, Forecast] = {
             strategy: forecast_lib.forecast(leaves, mesh, args.processes, rates, free, strategy, args.replica_axis)
             for strategy in forecast_lib.STRATEGIES
@@ -98,65 +94,48 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_data(model, leaves, forecasts, rates, notes), indent=1))
     else:
         print(_text(model, mesh, args, leaves, forecasts, rates, notes))
-    return exits.EXIT_OK if forecasts["auto"].device_peak <= free else exits.EXIT_BAD_VERDICT
+    return forecasts["auto"].device_peak <= free
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Rates, int]:
     """Returns the rates of one process and the bytes that are free on each device."""
-    given = {name: getattr(args, name) for name in ("storage_gbps", "fabric_gbps", "memory", "storage_total_gbps")}
-    for name, value in given.items():
+    for name in ("storage_gbps", "fabric_gbps", "memory", "storage_total_gbps"):
+        value = getattr(args, name)
         if value is not None and value <= 0:
             raise exits.UserError(f"--{name.replace('_', '-')} must be above 0; found {value:g}")
-    assumed = [name for name in ("storage_gbps", "fabric_gbps") if given[name] is None]
     rates = Rates(
-        (given["storage_gbps"] or 8) * 1e9 / 8,
-        (given["fabric_gbps"] or 100) * 1e9 / 8,
-        (given["storage_total_gbps"] or float("inf")) * 1e9 / 8,
-        "assumed" if assumed else "given",
+        (args.storage_gbps or 8) * 1e9 / 8,
+        (args.fabric_gbps or 100) * 1e9 / 8,
+        (args.storage_total_gbps or math.inf) * 1e9 / 8,
+        "given" if args.storage_gbps and args.fabric_gbps else "assumed",
     )
-    return rates, int((given["memory"] or 64) * 1e9)
-
-
-def _described(args: argparse.Namespace) -> list[Described]:
-    """Returns the arrays of the file, or of the checkpoint, that the arguments name."""
-    if args.shapes is None:
-        return _stored(args.checkpoint, args.step)
-    try:
-        return described.parse_shapes(files.read(args.shapes))
-    except ValueError as error:
-        raise exits.UserError(f"{args.shapes}: {error}") from None
+    return rates, int((args.memory or 64) * 1e9)
 
 
 def _stored(path: str, step: int | None) -> list[Described]:
-    from orbax_ext.cli import paths  # both import JAX, Orbax and TensorStore
-    from orbax_ext.storage import checkpoint
+    """Returns the arrays of a checkpoint."""
+    from orbax_ext.storage import checkpoint  # imports JAX, Orbax and TensorStore
 
-    with paths.readable(path):
+    with files.readable_checkpoint(path):
         items = [item for item in checkpoint.items_of(path, step) if item.has_arrays]
-    arrays = [
-        _from_leaf(leaf, item.name if len(items) > 1 else "") for item in items for leaf in item.leaves if leaf.array
-    ]
+    arrays = []
+    for item in items:
+        for leaf in item.leaves:
+            if leaf.array:
+                name = f"{item.name}.{leaf.name}" if len(items) > 1 else leaf.name
+                header, spec = leaf.array.header, leaf.sharding.spec if leaf.sharding else None
+                because = _why_direct(leaf.kind, leaf.key_type)
+                arrays.append(Described(name, header.shape, header.dtype, spec, header.chunk, because))
     if not arrays:
         raise exits.UserError(f"{path} holds no arrays")
     return arrays
 
 
-def _from_leaf(leaf: checkpoint.StoredLeaf, item: str) -> Described:
-    assert leaf.array is not None
-    header = leaf.array.header
-    reason = ""
-    if leaf.key_type:
-        reason = "it is a typed PRNG key"
-    elif leaf.kind not in ("jax.Array", "array"):
-        reason = f"it was saved as a {leaf.kind}, not as an array on devices"
-    return Described(
-        f"{item}.{leaf.name}" if item else leaf.name,
-        header.shape,
-        header.dtype,
-        leaf.sharding.spec if leaf.sharding else None,
-        header.chunk,
-        reason,
-    )
+def _why_direct(kind: str, key_type: str) -> str:
+    """Returns why every process reads a stored leaf directly; empty if the leaf can travel."""
+    if key_type:
+        return "it is a typed PRNG key"
+    return "" if kind in ("jax.Array", "array") else f"it was saved as a {kind}, not as an array on devices"
 
 
 def _notes(
@@ -194,11 +173,12 @@ def _text(
 ) -> str:
     auto = forecasts["auto"]
     devices = len(mesh.processes) // args.processes
+    storage = min(rates.storage_total, rates.storage * args.processes)  # if every process reads at its own rate
     lines = [
         f"{model}: {text_lib.count(len(leaves), 'leaf')}, {text_lib.size(_logical(leaves))}",
         f"  mesh {mesh} on {text_lib.count(args.processes, 'process')} x {text_lib.count(devices, 'device')}; "
         f"{text_lib.size(auto.device_bytes)} on each device",
-        f"  {rates}; all processes together {text_lib.size(_total_storage_rate(rates, args.processes))}/s from storage",
+        f"  {rates}; all processes together {text_lib.size(storage)}/s from storage",
         "",
         text_lib.table(_HEAD, [_row(forecast, leaves) for forecast in forecasts.values()], range(1, len(_HEAD))),
         "",
@@ -214,11 +194,6 @@ def _text(
     if args.svg:
         lines.append(f"written: {args.svg}")
     return "\n".join(lines)
-
-
-def _total_storage_rate(rates: Rates, processes: int) -> float:
-    """Returns the bytes per second that storage must serve if every process reads at its own rate."""
-    return min(rates.storage_total, rates.storage * processes)
 
 
 def _row(forecast: Forecast, leaves: Sequence[Leaf]) -> tuple[str, ...]:
@@ -238,8 +213,8 @@ def _by_process(auto: Forecast) -> list[str]:
     read, received = auto.volumes.read, auto.volumes.received
     if len(read) <= _SHOWN:
         rows = [
-            (str(process), text_lib.size(read[process]), text_lib.size(received[process]))
-            for process in range(len(read))
+            (str(process), *map(text_lib.size, volumes))
+            for process, volumes in enumerate(zip(read, received, strict=True))
         ]
         return [text_lib.table(("process", "from storage", "from others"), rows, right=(0, 1, 2))]
     rows = [
@@ -263,12 +238,7 @@ def _data(
         "leaves": len(leaves),
         "logical_bytes": _logical(leaves),
         "bytes_per_device": forecasts["auto"].device_bytes,
-        "rates": {
-            "storage": rates.storage,
-            "fabric": rates.fabric,
-            "storage_total": None if rates.storage_total == float("inf") else rates.storage_total,
-            "how": rates.how,
-        },
+        "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
         "strategies": {name: _forecast_data(forecast, leaves) for name, forecast in forecasts.items()},
         "notes": list(notes),
     }

@@ -8,11 +8,15 @@ import pathlib
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import exits, files
+from orbax_ext.cli import files
 from orbax_ext.report import page, timeline
 from orbax_ext.report.report import RestoreReport
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Shows a report that last_report().to_json() returned: what each process did and when, which processes "
+    "waited for which, and the critical path."
+)
+EPILOG = """examples:
   in the job, on process 0:  pathlib.Path("restore.json").write_text(orbax_ext.last_report().to_json())
   orbax-ext report restore.json    prints a table
   orbax-ext report restore.json --html restore.html --trace restore.trace.json
@@ -22,21 +26,14 @@ The page opens in any browser, without a network. The trace opens in https://ui.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Shows a report that last_report().to_json() returned: what each process did and when, which processes "
-        "waited for which, and the critical path."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="a report as JSON")
     parser.add_argument("--html", metavar="OUT", type=pathlib.Path, help="write the timeline as a page")
     parser.add_argument("--trace", metavar="OUT", type=pathlib.Path, help="write the timeline as a Perfetto trace")
     parser.add_argument("--json", action="store_true", help="print the analysis as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    report = _load(args.file)
+def run(args: argparse.Namespace) -> bool:
+    report = files.load(args.file, RestoreReport.from_json)
     if args.html:
         files.write(args.html, page.render(report))
     if args.trace:
@@ -46,14 +43,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         written = [f"written: {path}" for path in (args.html, args.trace) if path]
         print("\n".join([str(report), *_lines(report), *written]))
-    return exits.EXIT_BAD_VERDICT if report.error else exits.EXIT_OK
-
-
-def _load(path: pathlib.Path) -> RestoreReport:
-    try:
-        return RestoreReport.from_json(files.read(path))
-    except ValueError as error:
-        raise exits.UserError(f"{path}: {error}") from None
+    return not report.error
 
 
 def _analysis(report: RestoreReport) -> dict[str, Any]:
@@ -89,12 +79,10 @@ def _lines(report: RestoreReport) -> list[str]:
         f"{phase} on {text_lib.process(process, hosts)} {text_lib.seconds(taken)}"
         for (phase, process), taken in largest
     ]
-    lines = [f"critical path: {', '.join(parts)}"]
     waits = [
         f"{text_lib.process(blame.process, hosts)} by {text_lib.count(blame.waiters, 'process')} "
         f"({text_lib.seconds(blame.seconds)} in all)"
         for blame in timeline.most_waited_for(lanes)[:3]
     ]
-    if waits:
-        lines.append(f"waited for: {', '.join(waits)}")
-    return lines
+    critical_path = f"critical path: {', '.join(parts)}"
+    return [critical_path, f"waited for: {', '.join(waits)}"] if waits else [critical_path]

@@ -11,11 +11,15 @@ from typing import Any
 from etils import epath
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli import arguments, exits, files
 from orbax_ext.storage import checkpoint, s3
 from orbax_ext.storage.checkpoint import digest_files
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Reads every array of a checkpoint and compares its digest with the one stored beside the checkpoint. With "
+    "--write, writes the digests; the checkpoint itself does not change. Restores with verify=True use them too."
+)
+EPILOG = """examples:
   orbax-ext verify --write /ckpt/run7       writes digests of the newest step, while it is known to be good
   orbax-ext verify /ckpt/run7 --step 1200   compares that step with its digests
 
@@ -24,28 +28,19 @@ Exit code 0: all arrays have the stored digests; 1: arrays are damaged; 2: there
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Reads every array of a checkpoint and compares its digest with the one stored beside the checkpoint. With "
-        "--write, writes the digests; the checkpoint itself does not change. Restores with verify=True use them too."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     arguments.add_step(parser)
     parser.add_argument("--write", action="store_true", help="write the digests instead of comparing with them")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    with paths.readable(args.checkpoint):
+def run(args: argparse.Namespace) -> bool:
+    with files.readable_checkpoint(args.checkpoint):
         items = checkpoint.locate(args.checkpoint, args.step)
         results = [_write(item) if args.write else _compare(item) for item in items]
-    if args.json:
-        print(json.dumps(results, indent=2))
-    else:
-        print("\n".join(line for result in results for line in _lines(result)))
-    return exits.EXIT_BAD_VERDICT if any(result["bad"] for result in results) else exits.EXIT_OK
+    lines = [line for result in results for line in _lines(result)]
+    print(json.dumps(results, indent=2) if args.json else "\n".join(lines))
+    return not any(result["bad"] for result in results)
 
 
 def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Self
 
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
@@ -24,6 +23,7 @@ _START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is
 _STOP_LIMIT = 20.0  # seconds for all processes to leave `jax.distributed` together
 _TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STACKS_DELAY = 0.2  # seconds for a process to write its stacks to its log
+_PACKAGE_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _LOG_TAIL_LINES = 40  # of each failed process in an error: a traceback or two
 
 
@@ -101,9 +101,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -167,7 +165,7 @@ class Cluster:
         workers, self._workers = self._workers, []
         all_idle = bool(workers) and all(worker.idle for worker in workers)
         for worker in workers:
-            worker.ask_to_exit()
+            worker.send(None)  # asks the process to exit
         # Processes leave `jax.distributed` together: if one is dead or busy, the others can't, and must be killed.
         deadline = time.monotonic() + (_STOP_LIMIT if all_idle else 0.0)
         for worker in workers:
@@ -181,14 +179,13 @@ class Cluster:
 
     def _launch(self, rank: int, coordinator: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        setup = Setup(rank, self.processes, coordinator, _paths_to_share(self._python))
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices),
             "PYTHONUNBUFFERED": "1",
             # The worker module must be importable before it can receive the parent's sys.path.
-            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])),
             **self._env,
         }
         command = [*self._command_prefix(rank), self._python, "-m", "orbax_ext.lab.worker", str(theirs.fileno())]
@@ -197,7 +194,7 @@ class Cluster:
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
             )
         worker = _Worker(rank, process, connection.Connection(ours.detach()))
-        worker.send(setup)
+        worker.send(Setup(rank, self.processes, coordinator, _paths_to_share(self._python)))
         return worker
 
     def _log_path(self, rank: int) -> pathlib.Path:
@@ -245,14 +242,14 @@ class Run:
         return outcomes
 
 
+@dataclasses.dataclass(eq=False)
 class _Worker:
     """One process and the connection to it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: connection.Connection[Any, Any]) -> None:
-        self.rank = rank
-        self.process = process
-        self.idle = False
-        self.channel = channel
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: connection.Connection[Any, Any]
+    idle: bool = False
 
     @property
     def alive(self) -> bool:
@@ -276,9 +273,6 @@ class _Worker:
             return Outcome(self.rank, "returned", value=value)
         return Outcome(self.rank, "raised", failure=value)
 
-    def ask_to_exit(self) -> None:
-        self.send(None)
-
     def end(self, deadline: float) -> None:
         for limit, number in ((deadline - time.monotonic(), signal.SIGTERM), (_TERM_GRACE, signal.SIGKILL)):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -298,8 +292,7 @@ class _Worker:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _paths_to_share(python: str) -> tuple[str, ...]:
@@ -308,7 +301,3 @@ def _paths_to_share(python: str) -> tuple[str, ...]:
         return tuple(sys.path)
     homes = tuple(os.path.realpath(home) + os.sep for home in (sys.prefix, sys.base_prefix))
     return tuple(path for path in sys.path if path and not os.path.realpath(path).startswith(homes))
-
-
-def _package_root() -> str:
-    return str(pathlib.Path(__file__).resolve().parents[2])

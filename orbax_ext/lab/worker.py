@@ -15,7 +15,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
-from orbax_ext.lab.protocol import Failure, Job, Setup, find_function
+from orbax_ext.lab.protocol import Failure, Setup, find_function
 
 _JOIN_LIMIT = 170  # seconds; below the parent's limit, so that the reason gets into the log
 
@@ -31,7 +31,7 @@ def main(fd: int) -> None:
     sys.path[:] = [*setup.sys_path, *(path for path in sys.path if path not in setup.sys_path)]
     _answer(channel, lambda: _join(setup))
     while (job := channel.recv()) is not None:
-        _answer(channel, lambda job=job: _call(job))
+        _answer(channel, lambda job=job: find_function(job)(*job.args, **job.kwargs))
     _leave()
 
 
@@ -40,10 +40,6 @@ def _join(setup: Setup) -> int:
 
     jax.distributed.initialize(setup.coordinator, setup.processes, setup.rank, initialization_timeout=_JOIN_LIMIT)
     return jax.device_count()
-
-
-def _call(job: Job) -> Any:
-    return find_function(job)(*job.args, **job.kwargs)
 
 
 def _answer(channel: connection.Connection[Any, Any], work: Any) -> None:

@@ -98,4 +98,4 @@ def test_a_runtime_that_does_not_start_breaks_a_restore(monkeypatch: pytest.Monk
     check = installation.runtime()
     assert check.state == "bad"
     assert "no-such-platform" in check.detail
-    assert command.broken([], [check], registered=True) == ["JAX runtime"]
+    assert command.Diagnosis({}, installation.Files("other"), [], [check], registered=True).breaking == ["JAX runtime"]

@@ -16,7 +16,7 @@ import jax
 
 from orbax_ext import lab
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, exits, paths
+from orbax_ext.cli import arguments, exits, files
 from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
@@ -24,7 +24,11 @@ from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import notation
 from orbax_ext.upstream.runtime import place_in_job
 
-_EPILOG = """examples:
+DESCRIPTION = (
+    "Restores a checkpoint on all processes of this job, discards the result, and reports whether the restore "
+    "works, how fast storage and interconnect were, whether all copies are exact, and what to change."
+)
+EPILOG = """examples:
   srun -N 4 orbax-ext check /ckpt/run7 --mesh pp=1,dp=4,tp=8
   mpirun -n 4 orbax-ext check s3://bucket/run7 --step 1200
   orbax-ext check /ckpt/run7 --local 4x8          4 processes x 8 CPU devices on this machine
@@ -41,12 +45,6 @@ _GRACE = 30.0  # seconds above the restore's own limit, whose error names the mi
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Restores a checkpoint on all processes of this job, discards the result, and reports whether the restore "
-        "works, how fast storage and interconnect were, whether all copies are exact, and what to change."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     arguments.add_step(parser)
     parser.add_argument("--mesh", metavar="AXES", help="the mesh to restore on, such as pp=1,dp=4,tp=8")
@@ -55,13 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", metavar="PxD", help="start P processes with D CPU devices each on this machine")
     parser.add_argument("--timeout", type=float, default=600.0, help="limit in seconds for the whole restore (600)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     try:
         request = CheckRequest(
-            _absolute(args.checkpoint),
+            args.checkpoint if "://" in args.checkpoint else os.path.abspath(args.checkpoint),
             args.step,
             notation.parse_mesh(args.mesh) if args.mesh else None,
             tuple(notation.parse_rule(text) for text in args.spec),
@@ -73,24 +70,17 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout <= 0:
         raise exits.UserError(f"--timeout must be a positive number of seconds; found {args.timeout:g}")
     if args.local:
-        result = _check_locally(request, *_processes_and_devices(args.local))
+        result = _check_locally(request, args.local)
         _print(result, args.json)
-        return _exit_code(result)
+        return result.ok
     return _check_in_job(request, args.json)
 
 
-def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.abspath(path)
-
-
-def _processes_and_devices(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or int(match[1]) < 1 or int(match[2]) < 1:
-        raise exits.UserError(f"--local is PROCESSESxDEVICES, such as 4x8; found {text!r}")
-    return int(match[1]), int(match[2])
-
-
-def _check_locally(request: CheckRequest, processes: int, devices: int) -> CheckResult:
+def _check_locally(request: CheckRequest, size: str) -> CheckResult:
+    match = re.fullmatch(r"(\d+)x(\d+)", size)
+    processes, devices = map(int, match.groups()) if match else (0, 0)
+    if not processes or not devices:
+        raise exits.UserError(f"--local is PROCESSESxDEVICES, such as 4x8; found {size!r}")
     _check_path(request)
     where = f"{text_lib.count(processes, 'process')} x {text_lib.count(devices, 'CPU device')}"
     print(f"starting {where} ...", file=sys.stderr, flush=True)
@@ -104,21 +94,20 @@ def _check_locally(request: CheckRequest, processes: int, devices: int) -> Check
 
 def _check_path(request: CheckRequest) -> None:
     """Raises `UserError` if the path is wrong, before any process is started or waited for."""
-    with paths.readable(request.path):
+    with files.readable_checkpoint(request.path):
         rehearsal.items(request)
 
 
 def result_of(path: str, outcomes: Sequence[lab.Outcome]) -> CheckResult:
     """Returns the result of the first process that returned one; processes that returned none make it an error."""
     lost = [str(outcome).splitlines()[0] for outcome in outcomes if not outcome.ok]
-    results: list[CheckResult] = [outcome.value for outcome in outcomes if outcome.ok]
-    result = results[0] if results else CheckResult(path, {})
+    result: CheckResult = next((outcome.value for outcome in outcomes if outcome.ok), CheckResult(path, {}))
     if lost and not result.error:
         return CheckResult(path, result.processes, error="; ".join(lost))
     return result
 
 
-def _check_in_job(request: CheckRequest, as_json: bool) -> int:
+def _check_in_job(request: CheckRequest, as_json: bool) -> bool:
     """Checks as one process of the job that a launcher started, or alone if there is no launcher."""
     stdout = _keep_stdout()
     with _watchdog(request.path, as_json, stdout, request.timeout, "not all processes of the job came"):
@@ -130,8 +119,8 @@ def _check_in_job(request: CheckRequest, as_json: bool) -> int:
     if place_in_job()[0] == 0:
         _print(result, as_json, stdout)
     if not alone:
-        _leave(_exit_code(result))
-    return _exit_code(result)
+        _leave(exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT)
+    return result.ok
 
 
 def _keep_stdout() -> IO[str]:
@@ -186,10 +175,6 @@ def _leave(code: int) -> None:
     leaving.start()
     leaving.join(_LEAVE_LIMIT)
     os._exit(code)
-
-
-def _exit_code(result: CheckResult) -> int:
-    return exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT
 
 
 def _print(result: CheckResult, as_json: bool, file: IO[str] | None = None) -> None:

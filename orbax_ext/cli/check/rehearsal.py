@@ -48,7 +48,7 @@ def rehearse(request: CheckRequest) -> CheckResult:
                 for process, arrival in sorted(arrivals.items())
             }
             result = dataclasses.replace(result, processes=processes)
-            if verdict.versions_break(processes):
+            if not result.ok:  # other versions on some processes
                 return result
             for item in _together(session, "look at the checkpoint", lambda: items(request)):
                 result = _rehearse_item(session, request, item, result)
@@ -72,14 +72,13 @@ def _rehearse_item(
     """Restores one item; returns the result with what this adds to it."""
     mesh, mesh_from = _together(session, "make the mesh", lambda: _mesh(request, item))
     specs, unfit = _together(session, "choose specs", lambda: target.choose_specs(request, item, mesh.shape))
-    hosts = {process: part.host for process, part in result.processes.items()}
     unfit_note = "restored as copies, because the sharding they were saved with does not fit this mesh"
     result = dataclasses.replace(
         result,
         path=item.path,
         mesh=text_lib.mesh(mesh.shape),
         mesh_from=mesh_from,
-        axes=verdict.axes_of(mesh_lib.describe(mesh), hosts, target.sharded_shares(item, specs)),
+        axes=verdict.axes_of(mesh_lib.describe(mesh), session.hosts, target.sharded_shares(item, specs)),
         stored_bytes=result.stored_bytes + item.stored_bytes,
         logical_bytes=result.logical_bytes + item.logical_bytes,
         leaves=result.leaves + len(specs),
@@ -119,8 +118,7 @@ def _restore(
         raise  # already raised on all processes
     except Exception as error:
         failure = failure_to_json(error)
-    failed = failures_from_json(session.meet("restore", failure), session.hosts, "restore")
-    if failed:
+    if failed := failures_from_json(session.meet("restore", failure), session.hosts, "restore"):
         raise errors.restore_failed(failed)
     last = last_report()
     return {
@@ -155,7 +153,7 @@ def _restore_args(
     keys = {leaf.name for leaf in item.leaves if leaf.key_type}
 
     def args_for(path: Any, leaf: Any) -> type_handlers.RestoreArgs:
-        name = ".".join(str(_key(entry)) for entry in path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name not in specs:
             return type_handlers.RestoreArgs()
         sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in specs[name])))
@@ -165,7 +163,3 @@ def _restore_args(
 
     metadata = handler.metadata(epath.Path(item.path))
     return jax.tree_util.tree_map_with_path(args_for, getattr(metadata, "tree", metadata))
-
-
-def _key(entry: Any) -> Any:
-    return next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name))

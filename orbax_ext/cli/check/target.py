@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from orbax_ext import text as text_lib
 from orbax_ext.plan.forecast import described, notation
@@ -68,7 +68,7 @@ def choose_specs(
 
 def sharded_shares(item: checkpoint.CheckpointItem, specs: Specs) -> dict[str, float]:
     """Returns, by mesh axis, the share of the bytes that is sharded over it."""
-    sizes = {name: array.header.logical_bytes for name, array in _arrays(item, specs)}
+    sizes = {leaf.name: leaf.array.header.logical_bytes for leaf in item.leaves if leaf.array and leaf.name in specs}
     total = sum(sizes.values()) or 1
     shares: dict[str, float] = {}
     for name, spec in specs.items():
@@ -80,12 +80,7 @@ def sharded_shares(item: checkpoint.CheckpointItem, specs: Specs) -> dict[str, f
 def bytes_per_device(item: checkpoint.CheckpointItem, specs: Specs, mesh: Mapping[str, int]) -> int:
     """Returns the bytes that the restored arrays take on each device."""
     return sum(
-        math.prod(notation.block_shape(specs[name], array.header.shape, mesh)) * array.header.itemsize
-        for name, array in _arrays(item, specs)
+        math.prod(notation.block_shape(specs[leaf.name], leaf.array.header.shape, mesh)) * leaf.array.header.itemsize
+        for leaf in item.leaves
+        if leaf.array and leaf.name in specs
     )
-
-
-def _arrays(item: checkpoint.CheckpointItem, specs: Specs) -> Iterator[tuple[str, checkpoint.StoredArray]]:
-    for leaf in item.leaves:
-        if leaf.array is not None and leaf.name in specs:
-            yield leaf.name, leaf.array

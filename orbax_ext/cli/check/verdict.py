@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
@@ -90,11 +90,20 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        return not self.error and not versions_break(self.processes)
+        return not self.error and not set(_MUST_AGREE) & self.differing_versions.keys()
 
     @property
     def bytes_read(self) -> int:
         return sum(process.bytes_read for process in self.processes.values())
+
+    @property
+    def differing_versions(self) -> dict[str, dict[str, list[int]]]:
+        """By package and version, the processes that have it, for packages that differ between processes."""
+        installed: dict[str, dict[str, list[int]]] = {}
+        for number, process in self.processes.items():
+            for package, version in process.versions.items():
+                installed.setdefault(package, {}).setdefault(version, []).append(number)
+        return {package: versions for package, versions in installed.items() if len(versions) > 1}
 
     def named(self, processes: Sequence[int]) -> str:
         hosts = {number: process.host for number, process in self.processes.items()}
@@ -111,24 +120,10 @@ def axes_of(mesh: MeshInfo, hosts: Mapping[int, str], shares: Mapping[str, float
     )
 
 
-def differing_versions(processes: Mapping[int, ProcessResult]) -> dict[str, dict[str, list[int]]]:
-    """Returns, by package and version, the processes that have it, for packages that differ between processes."""
-    installed: dict[str, dict[str, list[int]]] = {}
-    for number, process in processes.items():
-        for package, version in process.versions.items():
-            installed.setdefault(package, {}).setdefault(version, []).append(number)
-    return {package: versions for package, versions in installed.items() if len(versions) > 1}
-
-
-def versions_break(processes: Mapping[int, ProcessResult]) -> bool:
-    """Returns whether a package that must be the same on all processes is not."""
-    return any(package in _MUST_AGREE for package in differing_versions(processes))
-
-
 def changes(result: CheckResult) -> list[str]:
     """Returns what the user should change, most important first."""
     advice = []
-    for package, versions in differing_versions(result.processes).items():
+    for package, versions in result.differing_versions.items():
         usual = max(versions, key=lambda version: len(versions[version]))
         others = [f"{version} on {result.named(who)}" for version, who in versions.items() if version != usual]
         advice.append(f"install {package} {usual} everywhere: it is {', '.join(others)}")
@@ -166,19 +161,15 @@ def _why_nothing_travels(axes: Sequence[Axis]) -> list[str]:
 
 
 def _slow_storage(result: CheckResult) -> list[str]:
-    rates = {number: process.read_rate for number, process in result.processes.items()}
-    known = {number: rate for number, rate in rates.items() if rate is not None}
-    if len(known) < 3:
+    rates = {number: rate for number, process in result.processes.items() if (rate := process.read_rate)}
+    if len(rates) < 3:
         return []
-    median = statistics.median(known.values())
-    slow = [number for number, rate in known.items() if rate * _SLOW < median]
+    median = statistics.median(rates.values())
+    slow = [number for number, rate in rates.items() if rate * _SLOW < median]
     if not slow or max(result.processes[number].phases.get("read", 0.0) for number in slow) < 1.0:
         return []
-    slowest = min(known[number] for number in slow)
-    return [
-        f"look at the storage of {result.named(slow)}: "
-        f"{text_lib.size(slowest)}/s there, {text_lib.size(median)}/s usually"
-    ]
+    speeds = f"{text_lib.size(min(rates.values()))}/s there, {text_lib.size(median)}/s usually"
+    return [f"look at the storage of {result.named(slow)}: {speeds}"]
 
 
 def line(result: CheckResult) -> str:
@@ -220,7 +211,7 @@ def _rows(result: CheckResult) -> list[tuple[str, str]]:
     processes = list(result.processes.values())
     rows = []
     if processes:
-        rows = [("processes", _where(processes)), *(("versions", row) for row in _version_rows(result.processes))]
+        rows = [("processes", _where(processes)), *(("versions", row) for row in _version_rows(result))]
     if result.mesh:
         rows.append(("mesh", f"{result.mesh}, from {result.mesh_from}"))
         rows += [("", str(axis)) for axis in result.axes if axis.size > 1]
@@ -236,9 +227,9 @@ def _where(processes: Sequence[ProcessResult]) -> str:
     return f"{len(processes):,} on {text_lib.count(hosts, 'host')}, {devices} each"
 
 
-def _version_rows(processes: Mapping[int, ProcessResult]) -> list[str]:
-    differing = differing_versions(processes)
-    first = next(iter(processes.values())).versions
+def _version_rows(result: CheckResult) -> list[str]:
+    differing = result.differing_versions
+    first = next(iter(result.processes.values())).versions
     same = ", ".join(f"{package} {version}" for package, version in first.items() if package not in differing)
     rows = [f"{same}: the same on all"] if same else []
     for package, versions in differing.items():
@@ -249,7 +240,7 @@ def _version_rows(processes: Mapping[int, ProcessResult]) -> list[str]:
 
 def _storage(result: CheckResult) -> str:
     readers = sum(process.bytes_read > 0 for process in result.processes.values())
-    rates = _known(process.read_rate for process in result.processes.values())
+    rates = [rate for process in result.processes.values() if (rate := process.read_rate)]
     times = ""
     if result.stored_bytes > _LARGE:
         times = f" ({result.bytes_read / result.stored_bytes:.2f} times what is stored)"
@@ -258,11 +249,7 @@ def _storage(result: CheckResult) -> str:
 
 
 def _exchange(result: CheckResult) -> str:
-    rates = _known(process.exchange_rate for process in result.processes.values())
+    rates = [rate for process in result.processes.values() if (rate := process.exchange_rate)]
     if not rates:
         return "none: every process read what it needs"
     return f"{text_lib.count(result.travelled, 'leaf')}, at least {text_lib.size(min(rates))}/s into each process"
-
-
-def _known(rates: Iterable[float | None]) -> list[float]:
-    return [rate for rate in rates if rate is not None]

@@ -8,12 +8,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from orbax_ext.cli import exits
 from orbax_ext.cli.doctor import installation
 from orbax_ext.upstream import probes
 from orbax_ext.upstream.defects import DEFECTS, Defect
 
-_EPILOG = """examples:
+DESCRIPTION = "Lists which known defects of Orbax this installation has, and what fixes them."
+EPILOG = """examples:
   orbax-ext doctor
   orbax-ext doctor --registered --json
 
@@ -32,28 +32,39 @@ class Finding:
     note: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was found."""
+
+    versions: dict[str, str]
+    files: installation.Files
+    findings: Sequence[Finding]
+    checks: Sequence[installation.Check]
+    registered: bool  # whether the program calls orbax_ext.register()
+
+    @property
+    def breaking(self) -> list[str]:
+        """The names of what would break a restore."""
+        defects = [finding.defect.id for finding in self.findings if finding.present and finding.defect.breaks]
+        bad = [check.name for check in self.checks if check.state == "bad"]
+        return bad if self.registered else [*defects, *bad]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Lists which known defects of Orbax this installation has, and what fixes them."
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--registered", action="store_true", help="for a program that calls orbax_ext.register()")
     parser.add_argument("--quick", action="store_true", help="look up only: run no probes (under a second)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> bool:
     versions = installation.versions()
     files = installation.orbax_files()
     probed = {} if args.quick else probes.run([defect.probe for defect in DEFECTS if defect.probe])
     findings = [judge(defect, versions["orbax-checkpoint"], files, probed) for defect in DEFECTS]
     checks = [installation.s3()] if args.quick else [installation.runtime(), *installation.cluster(), installation.s3()]
-    breaking = broken(findings, checks, registered=args.registered)
-    if args.json:
-        print(json.dumps(as_data(versions, files, findings, checks, breaking), indent=2))
-    else:
-        print("\n".join(as_text(versions, files, findings, checks, breaking, registered=args.registered)))
-    return exits.EXIT_BAD_VERDICT if breaking else exits.EXIT_OK
+    diagnosis = Diagnosis(versions, files, findings, checks, args.registered)
+    print(json.dumps(_data(diagnosis), indent=2) if args.json else "\n".join(_lines(diagnosis)))
+    return not diagnosis.breaking
 
 
 def judge(defect: Defect, release: str, files: installation.Files, probed: dict[str, bool | str]) -> Finding:
@@ -67,19 +78,7 @@ def judge(defect: Defect, release: str, files: installation.Files, probed: dict[
     return Finding(defect, defect.in_release(release), "release" if files.state == "other" else "files", note)
 
 
-def broken(findings: Sequence[Finding], checks: Sequence[installation.Check], *, registered: bool) -> list[str]:
-    """Returns the names of what would break a restore."""
-    defects = [finding.defect.id for finding in findings if finding.present and finding.defect.breaks]
-    return [*([] if registered else defects), *(check.name for check in checks if check.state == "bad")]
-
-
-def as_data(
-    versions: dict[str, str],
-    files: installation.Files,
-    findings: Sequence[Finding],
-    checks: Sequence[installation.Check],
-    breaking: Sequence[str],
-) -> dict[str, Any]:
+def _data(diagnosis: Diagnosis) -> dict[str, Any]:
     defects = [
         {
             "id": finding.defect.id,
@@ -93,29 +92,21 @@ def as_data(
             "note": finding.note,
             "mended_by": finding.defect.remedies,
         }
-        for finding in findings
+        for finding in diagnosis.findings
     ]
     return {
-        "versions": versions,
-        "orbax_files": dataclasses.asdict(files),
+        "versions": diagnosis.versions,
+        "orbax_files": dataclasses.asdict(diagnosis.files),
         "defects": defects,
-        "checks": [dataclasses.asdict(check) for check in checks],
-        "breaking": list(breaking),
+        "checks": [dataclasses.asdict(check) for check in diagnosis.checks],
+        "breaking": diagnosis.breaking,
     }
 
 
-def as_text(
-    versions: dict[str, str],
-    files: installation.Files,
-    findings: Sequence[Finding],
-    checks: Sequence[installation.Check],
-    breaking: Sequence[str],
-    *,
-    registered: bool,
-) -> list[str]:
-    lines = ["Versions", f"  {', '.join(f'{name} {number}' for name, number in versions.items())}"]
-    lines += [f"  Orbax's files: {_files(files)}", "", "Defects of Orbax's own single-replica handler"]
-    for finding in findings:
+def _lines(diagnosis: Diagnosis) -> list[str]:
+    lines = ["Versions", f"  {', '.join(f'{name} {number}' for name, number in diagnosis.versions.items())}"]
+    lines += [f"  Orbax's files: {_files(diagnosis.files)}", "", "Defects of Orbax's own single-replica handler"]
+    for finding in diagnosis.findings:
         defect = finding.defect
         mark = ("BREAKS" if defect.breaks else "limits") if finding.present else "-"
         lines.append(f"  {mark:7} {defect.title} [{finding.how}]{f' ({finding.note})' if finding.note else ''}")
@@ -123,8 +114,8 @@ def as_text(
             lines.append(f"          {defect.effect}; Orbax {defect.releases}")
             lines.append(f"          fixed by: {', '.join(defect.remedies)}  {' '.join(defect.links)}".rstrip())
     lines += ["", "This machine"]
-    lines += [f"  {check.state:7} {check.name}: {check.detail}" for check in checks]
-    return [*lines, "", *_conclusion(breaking, registered)]
+    lines += [f"  {check.state:7} {check.name}: {check.detail}" for check in diagnosis.checks]
+    return [*lines, "", *_conclusion(diagnosis.breaking, diagnosis.registered)]
 
 
 def _files(files: installation.Files) -> str:
@@ -138,7 +129,5 @@ def _conclusion(breaking: Sequence[str], registered: bool) -> list[str]:
     handler = "with orbax_ext registered" if registered else "with Orbax's own single-replica handler"
     if not breaking:
         return [f"Nothing found that would break a restore {handler}."]
-    lines = [f"A restore {handler} would break: {', '.join(breaking)}."]
-    if not registered:
-        lines.append("If your program calls orbax_ext.register(), run this again with --registered.")
-    return lines
+    hint = "If your program calls orbax_ext.register(), run this again with --registered."
+    return [f"A restore {handler} would break: {', '.join(breaking)}.", *([] if registered else [hint])]

@@ -9,11 +9,10 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from orbax_ext import lab, version
 from orbax_ext import text as text_lib
+from orbax_ext.cli.patch import identify
 from orbax_ext.upstream import patching
 
 _DEVICES = "import jax; d = jax.devices(); print(f'{len(d)} x {d[0].device_kind} ({d[0].platform})')"
@@ -52,13 +51,10 @@ def orbax_files() -> Files:
     root = importlib.metadata.distribution("orbax-checkpoint").locate_file("")
     paths = {path for series in known for path in series.originals}
     tree = {path: file.read_bytes() for path in paths if (file := pathlib.Path(str(root), path)).is_file()}
-    for state in ("original", "patched"):
-        matching = [series for series in known if patching.state(series, tree) == state]
-        if matching:
-            patches = [patch.name.removesuffix(".patch") for patch in matching[-1].patches]
-            releases = tuple(series.release for series in matching)
-            return Files(state, releases, tuple(patches) if state == "patched" else ())
-    return Files("other")
+    matching, state = identify(tree, known)
+    patches = matching[-1].patches if state == "patched" else ()
+    names = tuple(patch.name.removesuffix(".patch") for patch in patches)
+    return Files(state, tuple(series.release for series in matching), names)
 
 
 def runtime() -> Check:
@@ -82,17 +78,12 @@ def cluster() -> list[Check]:
     try:
         with lab.Cluster(2, 1, timeout=_LIMIT) as pair:
             for name, function in (("coordination service", _meet), ("collectives", _gather)):
-                checks.append(_check_of(name, pair.outcomes(function)))
+                outcomes = pair.outcomes(function)
+                failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+                checks.append(Check(name, "bad" if failed else "ok", failed[0] if failed else outcomes[0].value))
     except lab.RunFailedError as error:
         checks.append(Check("coordination service", "bad", str(error).splitlines()[0]))
     return checks
-
-
-def _check_of(name: str, outcomes: Sequence[lab.Outcome]) -> Check:
-    failed = [outcome for outcome in outcomes if not outcome.ok]
-    if failed:
-        return Check(name, "bad", str(failed[0]))
-    return Check(name, "ok", str(outcomes[0].value))
 
 
 def s3() -> Check:
@@ -103,13 +94,12 @@ def s3() -> Check:
         tensorstore.KvStore.Spec({"driver": "s3", "bucket": "some-bucket"})
     except ValueError as error:
         return Check("S3", "absent", f"this TensorStore has no s3 driver: {error}")
-    missing = [name for name in _extra("s3") if _installed_version(name) is None]
-    if missing:
+    if missing := [name for name in _packages_of_extra("s3") if _installed_version(name) is None]:
         return Check("S3", "absent", f"not installed: {', '.join(missing)}. Get them with: pip install 'orbax-ext[s3]'")
     return Check("S3", "ok", "TensorStore's s3 driver is installed")
 
 
-def _extra(extra: str) -> list[str]:
+def _packages_of_extra(extra: str) -> list[str]:
     """Returns the packages that an extra of this package requires."""
     try:
         requirements = importlib.metadata.requires("orbax-ext") or []
@@ -145,7 +135,7 @@ def _gather() -> str:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    gathered: Any = multihost_utils.process_allgather(np.array([jax.process_index()]))
-    if gathered.ravel().tolist() != [0, 1]:
-        raise ValueError(f"an all-gather of [0] and [1] gave {gathered.ravel().tolist()}")
+    gathered = np.asarray(multihost_utils.process_allgather(np.array([jax.process_index()]))).ravel().tolist()
+    if gathered != [0, 1]:
+        raise ValueError(f"an all-gather of [0] and [1] gave {gathered}")
     return "gloo on local CPU processes; for your devices and network run: orbax-ext check"
