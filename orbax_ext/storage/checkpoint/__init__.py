@@ -6,14 +6,13 @@ Works on local disks and, once `orbax_ext.storage.enable_s3` was called, on s3:/
 """
 
 from orbax_ext.storage.checkpoint.arrays import StoredArray
-from orbax_ext.storage.checkpoint.errors import NotACheckpointError, UnfinishedError
-from orbax_ext.storage.checkpoint.inspection import inspect, items_of, locate
+from orbax_ext.storage.checkpoint.inspection import UnfinishedError, inspect, items_of, locate
+from orbax_ext.storage.checkpoint.items import NotACheckpointError
 from orbax_ext.storage.checkpoint.metadata import SavedSharding
-from orbax_ext.storage.checkpoint.records import CheckpointItem, CommitState, ManagerDirectory, SavedStep, StoredLeaf
+from orbax_ext.storage.checkpoint.records import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
 __all__ = [
     "CheckpointItem",
-    "CommitState",
     "ManagerDirectory",
     "NotACheckpointError",
     "SavedSharding",

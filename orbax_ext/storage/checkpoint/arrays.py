@@ -41,14 +41,13 @@ def stored_arrays(item: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> di
     for key in header_keys:
         name, _, file = key.rpartition("/")
         headers[name] = _HEADERS[file](texts[key]), file == "zarr.json"
-    stored_bytes, chunks = dict.fromkeys(headers, 0), dict.fromkeys(headers, 0)
+    chunks: dict[str, list[int]] = {name: [] for name in headers}  # their sizes
     for key, size in sizes.items():
         owner = _owner(key, headers)
         if owner is not None and key.rpartition("/")[2] not in _HEADERS:
-            stored_bytes[owner] += size
-            chunks[owner] += 1
+            chunks[owner].append(size)
     return {
-        name: StoredArray(header, stored_bytes[name], chunks[name], zarr3)
+        name: StoredArray(header, sum(chunks[name]), len(chunks[name]), zarr3)
         for name, (header, zarr3) in sorted(headers.items())
     }
 

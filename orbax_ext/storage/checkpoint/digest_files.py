@@ -62,8 +62,7 @@ def compute(item: epath.PathLike) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yields name and digest of each stored array; if an array can't be read, the reason instead of the digest."""
     item = epath.Path(item)
     ocdbt = (item / OCDBT_MANIFEST).exists()
-    context = array_context(ocdbt)
-    store = ts.KvStore.open(array_store(item, None, ocdbt), context=context).result()
+    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result()
     for key in sorted(store.list().result()):
         name, _, file = key.decode().strip("/").rpartition("/")
         driver = {".zarray": "zarr", "zarr.json": "zarr3"}.get(file)

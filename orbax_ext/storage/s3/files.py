@@ -19,15 +19,7 @@ from orbax_ext.storage.s3 import objects as objects_lib
 from orbax_ext.storage.s3 import streams
 from orbax_ext.storage.s3.errors import explained
 from orbax_ext.storage.s3.objects import Listing, ObjectStore
-from orbax_ext.storage.s3.paths import (
-    PREFIX,
-    PathLike,
-    deletion_order,
-    is_pattern,
-    is_s3,
-    split,
-    split_at_wildcard,
-)
+from orbax_ext.storage.s3.paths import PREFIX, PathLike, deletion_order, is_pattern, is_s3, split, split_at_wildcard
 from orbax_ext.storage.s3.sharing import Snapshot
 
 
@@ -102,11 +94,7 @@ class S3Files(backend.Backend):
         return matches
 
     def walk(
-        self,
-        top: PathLike,
-        *,
-        top_down: bool = True,
-        on_error: Callable[[OSError], object] | None = None,
+        self, top: PathLike, *, top_down: bool = True, on_error: Callable[[OSError], object] | None = None
     ) -> Iterator[tuple[Any, list[str], list[str]]]:
         try:
             with explained(top):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_ext.storage.s3.errors import explained
-from orbax_ext.storage.s3.paths import PREFIX, PathLike, as_directory, split
+from orbax_ext.storage.s3.paths import PREFIX, PathLike, directory_key, split
 from orbax_ext.storage.s3.usage import RequestCounter
 
 WHOLE_FILE = 8 << 20  # a smaller file is fetched in one request
@@ -54,7 +54,7 @@ class ObjectStore:
 
     def list_directory(self, path: PathLike) -> Listing:
         with explained(path):
-            prefix = as_directory(split(path)[1])
+            prefix = directory_key(path)
             files, directories = self._list(path, "/")
             return Listing(
                 {
@@ -69,7 +69,7 @@ class ObjectStore:
     def sizes_below(self, path: PathLike) -> dict[str, int]:
         """Returns the sizes of all files below a directory, by their paths from there."""
         with explained(path):
-            prefix = as_directory(split(path)[1])
+            prefix = directory_key(path)
             entries = {entry["Key"].removeprefix(prefix): entry["Size"] for entry in self._list(path, "")[0]}
             return {name: size for name, size in entries.items() if name and not name.endswith("/")}
 
@@ -100,15 +100,14 @@ class ObjectStore:
         return True
 
     def has_children(self, path: PathLike) -> bool:
-        prefix = as_directory(split(path)[1])
-        return bool(self._call("list_objects_v2", path, Prefix=prefix, MaxKeys=1).get("Contents"))
+        return bool(self._call("list_objects_v2", path, Prefix=directory_key(path), MaxKeys=1).get("Contents"))
 
     def write(self, path: PathLike, content: bytes) -> None:
         self._fs.pipe_file("/".join(split(path)), content)
 
     def make_directory(self, path: PathLike) -> None:
         """Writes the marker object of a directory."""
-        self._call("put_object", path, Key=as_directory(split(path)[1]), Body=b"")
+        self._call("put_object", path, Key=directory_key(path), Body=b"")
 
     def copy(self, path: PathLike, target: PathLike) -> None:
         self._fs.cp_file("/".join(split(path)), "/".join(split(target)))
@@ -128,7 +127,7 @@ class ObjectStore:
         files: list[Any] = []
         directories: list[str] = []
         while True:
-            page = self._call("list_objects_v2", path, Prefix=as_directory(split(path)[1]), **more)
+            page = self._call("list_objects_v2", path, Prefix=directory_key(path), **more)
             files += page.get("Contents", ())
             directories += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated"):

@@ -62,13 +62,8 @@ def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settin
     addressing: Any = given.addressing
     if addressing == "auto" and config.get("s3.addressing_style") in get_args(Addressing):
         addressing = config["s3.addressing_style"]
-    return dataclasses.replace(
-        given,
-        endpoint=endpoint.rstrip("/") if endpoint else None,
-        region=region,
-        profile=profile,
-        addressing=addressing,
-    )
+    endpoint = endpoint.rstrip("/") if endpoint else None
+    return dataclasses.replace(given, endpoint=endpoint, region=region, profile=profile, addressing=addressing)
 
 
 def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
@@ -78,7 +73,8 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
     if endpoint is not None and settings.virtual_host:
         # TensorStore takes an empty bucket to mean that the endpoint already names it.
         spec["bucket"] = ""
-        endpoint = _with_bucket(endpoint, bucket)
+        parsed = urllib.parse.urlsplit(endpoint)
+        endpoint = parsed._replace(netloc=f"{bucket}.{parsed.netloc}").geturl()
     elif endpoint is None and settings.addressing == "path":
         if settings.region is None:
             raise ValueError("addressing='path' on AWS needs a region: pass region= or set AWS_REGION.")
@@ -98,7 +94,6 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
 def filesystem_arguments(settings: Settings) -> dict[str, Any]:
     """Returns the arguments of s3fs's file system for the same store."""
     config: dict[str, Any] = {
-        "s3": {"addressing_style": "virtual" if settings.virtual_host else "path"},
         "retries": {"mode": "standard", "total_max_attempts": settings.retries + 1},
         "connect_timeout": min(settings.stall_seconds, 30),
         "read_timeout": settings.stall_seconds,
@@ -106,8 +101,8 @@ def filesystem_arguments(settings: Settings) -> dict[str, Any]:
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
-    if settings.addressing == "auto" and settings.endpoint is None:
-        del config["s3"]
+    if settings.addressing != "auto" or settings.endpoint is not None:
+        config["s3"] = {"addressing_style": "virtual" if settings.virtual_host else "path"}
     arguments: dict[str, Any] = {
         "anon": settings.anonymous,
         "endpoint_url": settings.endpoint,
@@ -125,18 +120,10 @@ def filesystem_arguments(settings: Settings) -> dict[str, Any]:
 def _check_endpoint(endpoint: str) -> None:
     parsed = urllib.parse.urlsplit(endpoint)
     if parsed.scheme not in ("http", "https") or not parsed.hostname or parsed.query or parsed.fragment:
-        raise ValueError(f"endpoint must be a URL such as https://minio.example.com:9000; got {_shown(parsed)!r}.")
+        shown = parsed._replace(netloc=parsed.netloc.rpartition("@")[2]).geturl()  # without a password
+        raise ValueError(f"endpoint must be a URL such as https://minio.example.com:9000; got {shown!r}.")
     if parsed.username or parsed.password:
         raise ValueError("endpoint must not hold a user name or password: use AWS_* variables or a profile for those.")
-
-
-def _shown(parsed: urllib.parse.SplitResult) -> str:
-    return parsed._replace(netloc=parsed.netloc.rpartition("@")[2]).geturl()
-
-
-def _with_bucket(endpoint: str, bucket: str) -> str:
-    parsed = urllib.parse.urlsplit(endpoint)
-    return parsed._replace(netloc=f"{bucket}.{parsed.netloc}").geturl()
 
 
 def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
