@@ -29,12 +29,11 @@ class StoredArray:
 
 def stored_arrays(item: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> dict[str, StoredArray]:
     """Returns the arrays in a directory by name. `sizes` has its files, among which OCDBT's arrays are not."""
+    texts: dict[str, bytes] = {}
     if ocdbt:
         entries = dict(_ocdbt_entries(item))
-        sizes = {key: len(value) if isinstance(value, bytes) else value for key, value in entries.items()}
         texts = {key: value for key, value in entries.items() if isinstance(value, bytes)}
-    else:
-        texts = {}
+        sizes = {key: len(value) if isinstance(value, bytes) else value for key, value in entries.items()}
     header_keys = [key for key in sizes if "/" in key and key.rpartition("/")[2] in _HEADERS]
     texts |= _read(item, ocdbt, [key for key in header_keys if key not in texts])
     headers: dict[str, tuple[ArrayHeader, bool]] = {}
@@ -62,10 +61,7 @@ def _owner(key: str, names: Container[str]) -> str | None:
 
 
 def _ocdbt_entries(item: epath.Path) -> Iterator[tuple[str, bytes | int]]:
-    """Yields key, and value or size of the value, of everything in an OCDBT database, from its tree's nodes alone.
-
-    The nodes hold small values; of large ones they have place and length.
-    """
+    """Yields key, and value or size of a large value, of everything in an OCDBT database, from its tree's nodes alone."""
     base = ts.KvStore.open(array_store(item, None, True)["base"], context=array_context(True)).result()
     manifest = ts.ocdbt.dump(base).result()
     root = manifest["versions"][-1]["root"].get("location")

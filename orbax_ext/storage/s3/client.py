@@ -12,10 +12,6 @@ from orbax_ext.storage.s3.usage import RequestCounter
 
 def make(settings: Settings, counter: RequestCounter) -> Any:
     """Returns a new file system for these settings; imports s3fs."""
-    return _filesystem_class(counter, settings.retries + 1)(**filesystem_arguments(settings))
-
-
-def _filesystem_class(counter: RequestCounter, attempts: int) -> Any:
     try:
         import s3fs
         from fsspec import asyn
@@ -29,15 +25,15 @@ def _filesystem_class(counter: RequestCounter, attempts: int) -> Any:
         retries = 1
 
         async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            counter.add_request()
+            counter.add(requests=1)
             return await super()._call_s3(method, *args, **kwargs)
 
         async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-            for attempt in range(attempts):
+            for attempt in range(settings.retries + 1):
                 try:
                     return await self._read_range_once(bucket, key, start, end)
                 except s3fs.core.S3_RETRYABLE_ERRORS:
-                    if attempt + 1 == attempts:
+                    if attempt == settings.retries:
                         raise
                 await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
             raise AssertionError("not reached")
@@ -58,4 +54,4 @@ def _filesystem_class(counter: RequestCounter, attempts: int) -> Any:
         call_s3 = asyn.sync_wrapper(_call_s3)
         read_range = asyn.sync_wrapper(_read_range)
 
-    return CountingFileSystem
+    return CountingFileSystem(**filesystem_arguments(settings))

@@ -49,7 +49,7 @@ class ObjectStore:
         """Returns a range of a file's bytes, fewer than asked for at its end."""
         with explained(path):
             content: bytes = self._fs.read_range(*split(path), start, end)
-            self._counter.add_bytes(len(content))
+            self._counter.add(read=len(content))
             return content
 
     def list_directory(self, path: PathLike) -> Listing:

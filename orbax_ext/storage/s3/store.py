@@ -71,20 +71,16 @@ class S3Store:
             return
         self._before_restore = self._counter.usage()
         try:
-            with self._snapshot(root, together) if self.settings.share_metadata else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.settings.share_metadata:
+                    alone = not together or jax.process_count() == 1
+                    results = None if alone else stack.enter_context(_shared_results(root))
+                    once = results.once if results else lambda name, work: work()
+                    self.files.snapshots.append(Snapshot(root, self.files.objects, once))
+                    stack.callback(self.files.snapshots.pop)
                 yield
         finally:
             self._before_restore = None
-
-    @contextlib.contextmanager
-    def _snapshot(self, root: str, together: bool) -> Iterator[None]:
-        with _shared_results(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as results:
-            snapshot = Snapshot(root, self.files.objects, results.once if results else lambda name, work: work())
-            self.files.snapshots.append(snapshot)
-            try:
-                yield
-            finally:
-                self.files.snapshots.remove(snapshot)
 
     def close(self) -> None:
         self._undo()
@@ -102,8 +98,7 @@ class S3Store:
 @contextlib.contextmanager
 def _shared_results(root: str) -> Iterator[SharedResults | None]:
     """Yields the results shared by all processes that restore from `root`; None if some of them do not arrive."""
-    session = open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits())
-    with session:
+    with open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits()) as session:
         try:
             session.arrive({})
         except RestoreTimeoutError as error:
