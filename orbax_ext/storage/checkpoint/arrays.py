@@ -61,10 +61,9 @@ def _owner(key: str, names: Container[str]) -> str | None:
 
 
 def _ocdbt_entries(item: epath.Path) -> Iterator[tuple[str, bytes | int]]:
-    """Yields key, and value or size of a large value, of everything in an OCDBT database, from its tree's nodes alone."""
+    """Yields key, and value or the size of a large value, of all in an OCDBT database, from its tree's nodes alone."""
     base = ts.KvStore.open(array_store(item, None, True)["base"], context=array_context(True)).result()
-    manifest = ts.ocdbt.dump(base).result()
-    root = manifest["versions"][-1]["root"].get("location")
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")
     level = [(b"", root)] if root else []
     while level:
         below: list[tuple[bytes, str]] = []

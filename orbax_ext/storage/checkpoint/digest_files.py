@@ -29,8 +29,8 @@ LeafDigests = Mapping[str, Mapping[str, Any]]  # by name: shape, dtype, digest
 def path_for(item: epath.PathLike) -> epath.Path:
     """Returns the path of the digest file of a directory of arrays."""
     item = epath.Path(item)
-    if not (item / STEP_METADATA).exists() and (item.parent / STEP_METADATA).exists():
-        step = item.parent
+    step = item.parent
+    if not (item / STEP_METADATA).exists() and (step / STEP_METADATA).exists():
         return step.parent / f".{step.name}.{item.name}.{_SUFFIX}"
     return item.parent / f".{item.name}.{_SUFFIX}"
 

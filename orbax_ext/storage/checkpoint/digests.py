@@ -54,8 +54,7 @@ def from_text(text: str) -> int:
 def _sum_of_hashes(bits: np.ndarray, places: np.ndarray) -> int:
     hashed = bits.astype(np.uint64)
     hashed *= _BITS
-    places = places * _PLACE
-    hashed ^= places
+    hashed ^= places * _PLACE
     hashed ^= hashed >> _HALF
     hashed *= _FIRST
     hashed ^= hashed >> _SHIFT

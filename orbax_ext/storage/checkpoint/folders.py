@@ -38,10 +38,10 @@ def list_folder(path: epath.Path) -> Folder:
         inner = {child.name for child in children if child.is_dir()}
         outer = {child.name: child.stat().length for child in children if child.name not in inner}
         return Folder(path, outer, tuple(sorted(inner)))
-    with os.scandir(text) as entries:
-        inside = {entry.name: None if entry.is_dir() else _size(entry) for entry in entries}
-    sizes = {name: size for name, size in inside.items() if size is not None}
-    return Folder(path, sizes, tuple(sorted(inside.keys() - sizes.keys())))
+    with os.scandir(text) as scan:
+        entries = list(scan)
+    sizes = {entry.name: _size(entry) for entry in entries if not entry.is_dir()}
+    return Folder(path, sizes, tuple(sorted(entry.name for entry in entries if entry.is_dir())))
 
 
 def sizes_below(path: epath.Path) -> dict[str, int]:

@@ -126,9 +126,8 @@ def _inner(folder: Folder) -> Iterator[Folder]:
 
 
 def _is_step(folder: Folder) -> bool:
-    if STEP_METADATA in folder.files:
-        return True
-    return any(has_arrays(inner) for inner in _inner(folder) if step_number(inner.path.name) is None)
+    items = (inner for inner in _inner(folder) if step_number(inner.path.name) is None)
+    return STEP_METADATA in folder.files or any(map(has_arrays, items))
 
 
 def _steps(folder: Folder) -> tuple[SavedStep, ...]:

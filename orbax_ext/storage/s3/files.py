@@ -52,11 +52,7 @@ class S3Files(backend.Backend):
             with explained(path):
                 self.objects.write(path, content)
 
-        before = b""
-        if append and self.exists(path):
-            with self._open_to_read(path) as old:
-                before = old.read()
-        return streams.Upload(store, before)
+        return streams.Upload(store, self._open_to_read(path).read() if append and self.exists(path) else b"")
 
     def exists(self, path: PathLike) -> bool:
         with explained(path):
@@ -81,16 +77,11 @@ class S3Files(backend.Backend):
         fixed, *parts = split_at_wildcard(os.fspath(path))
         matches = [fixed]
         for part in parts:
-            if not is_pattern(part):
+            if is_pattern(part):
+                children = [(base, name) for base in matches if self.isdir(base) for name in self.listdir(base)]
+                matches = [f"{base}/{name}" for base, name in children if fnmatch.fnmatchcase(name, part)]
+            else:
                 matches = [f"{base}/{part}" for base in matches if self.exists(f"{base}/{part}")]
-                continue
-            matches = [
-                f"{base}/{name}"
-                for base in matches
-                if self.isdir(base)
-                for name in self.listdir(base)
-                if fnmatch.fnmatchcase(name, part)
-            ]
         return matches
 
     def walk(

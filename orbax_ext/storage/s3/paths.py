@@ -47,9 +47,8 @@ def split_at_wildcard(path: str) -> list[str]:
 
 def deletion_order(keys: list[str]) -> list[list[str]]:
     """Returns batches of keys to delete one after the other: commit files first, the outermost before all others."""
-    commits = [key for key in keys if posixpath.basename(key) == COMMIT_FILE]
+    commits = sorted((key for key in keys if posixpath.basename(key) == COMMIT_FILE), key=lambda key: key.count("/"))
     others = [key for key in keys if posixpath.basename(key) != COMMIT_FILE]
-    commits.sort(key=lambda key: key.count("/"))
     batches = [[key] for key in commits[:1]]
     for group in (commits[1:], others):
         batches += [group[start : start + _MOST_DELETED] for start in range(0, len(group), _MOST_DELETED)]

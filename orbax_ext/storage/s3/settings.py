@@ -42,9 +42,8 @@ class Settings:
         return self.addressing == "virtual" or (self.addressing == "auto" and self.endpoint is None)
 
 
-def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settings:
+def resolve(given: Settings, environ: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings with gaps filled from AWS_* variables and the profile's configuration."""
-    environ = os.environ if environ is None else environ
     profile = given.profile or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     config = _profile_config(environ, profile or "default")
     ignore = environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
@@ -134,20 +133,14 @@ def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}  # the clients report what is wrong with it
-    section = "default" if profile == "default" else f"profile {profile}"
-    if not parser.has_section(section):
-        return {}
-    config = _flat(dict(parser.items(section)))
-    services = config.get("services")
-    if services and parser.has_section(f"services {services}"):
-        config.update(_flat(dict(parser.items(f"services {services}"))))
-    return config
+    config = _section(parser, "default" if profile == "default" else f"profile {profile}")
+    return config | _section(parser, f"services {config.get('services')}")
 
 
-def _flat(section: Mapping[str, str]) -> dict[str, str]:
-    """Returns nested settings as "parent.name": configparser reads their indented lines as one value of many lines."""
+def _section(parser: configparser.RawConfigParser, section: str) -> dict[str, str]:
+    """Returns a section, empty if it is missing. A nested setting is a line of its parent's value: "parent.name"."""
     settings = {}
-    for name, value in section.items():
+    for name, value in parser.items(section) if parser.has_section(section) else ():
         if not value.startswith("\n"):
             settings[name] = value.strip()
             continue

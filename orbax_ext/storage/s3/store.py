@@ -16,7 +16,6 @@ from absl import logging
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
-from orbax_ext.storage.s3 import client
 from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.errors import SecretFilter, explain
 from orbax_ext.storage.s3.files import S3Files
@@ -44,7 +43,7 @@ class S3Store:
 
     def __init__(self, given: Settings, counter: RequestCounter) -> None:
         self.given = given
-        self.files = S3Files(ObjectStore(lambda: client.make(self.settings, counter), counter))
+        self.files = S3Files(ObjectStore(lambda: self.settings, counter))
         self._counter = counter
         self._environ: dict[str, str] = {}
         self._before_restore: Usage | None = None

@@ -26,8 +26,8 @@ class Usage:
         return self.metadata_bytes + self.array_bytes
 
     def __sub__(self, earlier: Usage) -> Usage:
-        fields = dataclasses.fields(Usage)
-        return Usage(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(earlier), strict=True)
+        return Usage(*(now - before for now, before in pairs))
 
 
 class RequestCounter:
