@@ -26,10 +26,7 @@ class ArrayMetadata:
 
 
 async def read(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Sequence[Any]:
-    """Returns Orbax's metadata of the arrays. From S3, one process reads it for all.
-
-    If every process opened every array, it would send three or more requests for each of them.
-    """
+    """Returns Orbax's metadata of the arrays. From S3, at three or more requests each, one process reads it for all."""
     snapshot = s3.snapshot_of(infos[0].parent_dir)
     if snapshot is None:
         return await handler.metadata(infos)

@@ -29,26 +29,24 @@ class StoredArray:
 
 def stored_arrays(item: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> dict[str, StoredArray]:
     """Returns the arrays in a directory by name. `sizes` has its files, among which OCDBT's arrays are not."""
+    texts: dict[str, bytes] = {}
     if ocdbt:
         entries = dict(_ocdbt_entries(item))
-        sizes = {key: len(value) if isinstance(value, bytes) else value for key, value in entries.items()}
         texts = {key: value for key, value in entries.items() if isinstance(value, bytes)}
-    else:
-        texts = {}
+        sizes = {key: len(value) if isinstance(value, bytes) else value for key, value in entries.items()}
     header_keys = [key for key in sizes if "/" in key and key.rpartition("/")[2] in _HEADERS]
     texts |= _read(item, ocdbt, [key for key in header_keys if key not in texts])
     headers: dict[str, tuple[ArrayHeader, bool]] = {}
     for key in header_keys:
         name, _, file = key.rpartition("/")
         headers[name] = _HEADERS[file](texts[key]), file == "zarr.json"
-    stored_bytes, chunks = dict.fromkeys(headers, 0), dict.fromkeys(headers, 0)
+    chunks: dict[str, list[int]] = {name: [] for name in headers}  # their sizes
     for key, size in sizes.items():
         owner = _owner(key, headers)
         if owner is not None and key.rpartition("/")[2] not in _HEADERS:
-            stored_bytes[owner] += size
-            chunks[owner] += 1
+            chunks[owner].append(size)
     return {
-        name: StoredArray(header, stored_bytes[name], chunks[name], zarr3)
+        name: StoredArray(header, sum(chunks[name]), len(chunks[name]), zarr3)
         for name, (header, zarr3) in sorted(headers.items())
     }
 
@@ -63,13 +61,9 @@ def _owner(key: str, names: Container[str]) -> str | None:
 
 
 def _ocdbt_entries(item: epath.Path) -> Iterator[tuple[str, bytes | int]]:
-    """Yields key, and value or size of the value, of everything in an OCDBT database, from its tree's nodes alone.
-
-    The nodes hold small values; of large ones they have place and length.
-    """
+    """Yields key, and value or the size of a large value, of all in an OCDBT database, from its tree's nodes alone."""
     base = ts.KvStore.open(array_store(item, None, True)["base"], context=array_context(True)).result()
-    manifest = ts.ocdbt.dump(base).result()
-    root = manifest["versions"][-1]["root"].get("location")
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")
     level = [(b"", root)] if root else []
     while level:
         below: list[tuple[bytes, str]] = []

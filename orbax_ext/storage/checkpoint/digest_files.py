@@ -29,8 +29,8 @@ LeafDigests = Mapping[str, Mapping[str, Any]]  # by name: shape, dtype, digest
 def path_for(item: epath.PathLike) -> epath.Path:
     """Returns the path of the digest file of a directory of arrays."""
     item = epath.Path(item)
-    if not (item / STEP_METADATA).exists() and (item.parent / STEP_METADATA).exists():
-        step = item.parent
+    step = item.parent
+    if not (item / STEP_METADATA).exists() and (step / STEP_METADATA).exists():
         return step.parent / f".{step.name}.{item.name}.{_SUFFIX}"
     return item.parent / f".{item.name}.{_SUFFIX}"
 
@@ -62,8 +62,7 @@ def compute(item: epath.PathLike) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yields name and digest of each stored array; if an array can't be read, the reason instead of the digest."""
     item = epath.Path(item)
     ocdbt = (item / OCDBT_MANIFEST).exists()
-    context = array_context(ocdbt)
-    store = ts.KvStore.open(array_store(item, None, ocdbt), context=context).result()
+    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result()
     for key in sorted(store.list().result()):
         name, _, file = key.decode().strip("/").rpartition("/")
         driver = {".zarray": "zarr", "zarr.json": "zarr3"}.get(file)

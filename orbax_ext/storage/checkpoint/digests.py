@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -55,8 +54,7 @@ def from_text(text: str) -> int:
 def _sum_of_hashes(bits: np.ndarray, places: np.ndarray) -> int:
     hashed = bits.astype(np.uint64)
     hashed *= _BITS
-    places = places * _PLACE
-    hashed ^= places
+    hashed ^= places * _PLACE
     hashed ^= hashed >> _HALF
     hashed *= _FIRST
     hashed ^= hashed >> _SHIFT
@@ -70,16 +68,9 @@ def _words(block: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(block).reshape(-1)
     size = flat.dtype.itemsize
     words = flat.view(f"u{min(size, 8)}").reshape(flat.size, max(1, size // 8))
-    mask = _significant(flat.dtype)
-    return words if mask is None else words & np.uint8(mask)
-
-
-def _significant(dtype: Any) -> int | None:
-    """Returns a mask of the bits that a type of less than a byte uses; the other bits may hold anything."""
-    name = np.dtype(dtype).name
-    if name.startswith(("int4", "uint4", "float4")):
-        return 0x0F
-    return 0x03 if name.startswith(("int2", "uint2")) else None
+    if flat.dtype.name.startswith(("int4", "uint4", "float4")):
+        return words & np.uint8(0x0F)  # the other bits may hold anything
+    return words & np.uint8(0x03) if flat.dtype.name.startswith(("int2", "uint2")) else words
 
 
 def _merged(sizes: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int, int]]:

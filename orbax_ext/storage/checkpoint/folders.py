@@ -28,34 +28,32 @@ def list_folder(path: epath.Path) -> Folder:
     """Returns what is in a directory. Raises FileNotFoundError or NotADirectoryError."""
     text = os.fspath(path)
     if s3.is_s3(text):
-        files, folders = s3.list_folder(text)
-        return Folder(path, files, tuple(sorted(folders)))
+        listing = s3.object_store().list_directory(text)
+        if not listing.exists:
+            raise FileNotFoundError(f"{text} does not exist.")
+        sizes = {name: size for name, (size, _) in listing.files.items()}
+        return Folder(path, sizes, tuple(sorted(listing.directories)))
     if "://" in text:
         children = list(path.iterdir())
         inner = {child.name for child in children if child.is_dir()}
         outer = {child.name: child.stat().length for child in children if child.name not in inner}
         return Folder(path, outer, tuple(sorted(inner)))
-    sizes: dict[str, int] = {}
-    names: list[str] = []
-    with os.scandir(text) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                names.append(entry.name)
-            else:
-                sizes[entry.name] = entry.stat(follow_symlinks=entry.is_file()).st_size  # a link may lead nowhere
-    return Folder(path, sizes, tuple(sorted(names)))
+    with os.scandir(text) as scan:
+        entries = list(scan)
+    sizes = {entry.name: _size(entry) for entry in entries if not entry.is_dir()}
+    return Folder(path, sizes, tuple(sorted(entry.name for entry in entries if entry.is_dir())))
 
 
 def sizes_below(path: epath.Path) -> dict[str, int]:
     """Returns the sizes of all files below a directory, by their paths from there."""
     text = os.fspath(path)
     if s3.is_s3(text):
-        return s3.sizes_below(text)
+        return s3.object_store().sizes_below(text)
     if "://" in text:
         return {os.fspath(f.relative_to(path)): f.stat().length for f in path.rglob("*") if not f.is_dir()}
-    sizes = {}
-    for folder, _, names in os.walk(text):
-        for name in names:
-            file = os.path.join(folder, name)
-            sizes[os.path.relpath(file, text)] = os.stat(file, follow_symlinks=os.path.exists(file)).st_size
-    return sizes
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(text) for name in names]
+    return {os.path.relpath(file, text): _size(file) for file in files}
+
+
+def _size(file: str | os.PathLike[str]) -> int:
+    return os.stat(file, follow_symlinks=os.path.exists(file)).st_size  # a link may lead nowhere

@@ -1,4 +1,4 @@
-"""Finds what a path is: a manager's directory, a step, or an item with its tree of arrays."""
+"""Finds what a path is: a manager's directory, a step, or an item with arrays; and whether it is complete."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ from etils import epath
 from orbax_ext import text as text_lib
 from orbax_ext.storage import s3
 from orbax_ext.storage.checkpoint import folders
-from orbax_ext.storage.checkpoint.commits import check_committed, commit_state, step_metadata
-from orbax_ext.storage.checkpoint.errors import NotACheckpointError, UnfinishedError
 from orbax_ext.storage.checkpoint.folders import Folder
-from orbax_ext.storage.checkpoint.items import describe_item, has_arrays
-from orbax_ext.storage.checkpoint.records import CheckpointItem, ManagerDirectory, SavedStep, step_number
-from orbax_ext.storage.filenames import STEP_METADATA, TEMPORARY, TREE_METADATA
+from orbax_ext.storage.checkpoint.items import NotACheckpointError, describe_item, has_arrays
+from orbax_ext.storage.checkpoint.records import CheckpointItem, CommitState, ManagerDirectory, SavedStep, step_number
+from orbax_ext.storage.filenames import COMMIT_FILE, STEP_METADATA, TEMPORARY, TREE_METADATA
+
+
+class UnfinishedError(ValueError):
+    """The checkpoint was never committed: its save was interrupted, or is under way."""
 
 
 def inspect(path: epath.PathLike, step: int | None = None) -> ManagerDirectory | list[CheckpointItem]:
     """Returns the steps of a manager's directory, or the items of a step; an item's directory is one item."""
-    root = _absolute(path)
-    folder = _list(root)
-    if step is not None:
-        return _items(_step_folder(folder, step))
-    if has_arrays(folder) or _is_step(folder):
-        return _items(folder)
-    if steps := _steps(folder):
-        return ManagerDirectory(os.fspath(root), steps)
-    raise NotACheckpointError(_why_not(folder))
+    folder, steps = _find(path, step)
+    return ManagerDirectory(os.fspath(folder.path), steps) if steps else _items(folder)
 
 
 def items_of(path: epath.PathLike, step: int | None = None) -> list[CheckpointItem]:
@@ -50,36 +45,77 @@ def locate(path: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     return [item.path for item in items]
 
 
+def step_metadata(folder: Folder) -> Mapping[str, Any]:
+    """Returns Orbax's metadata of a step; empty if there is none or it is damaged."""
+    try:
+        content = json.loads(folder.text(STEP_METADATA) or "{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def commit_state(folder: Folder, metadata: Mapping[str, Any]) -> CommitState:
+    """Returns whether a checkpoint is complete. A rename commits it or, on object stores, a file written last."""
+    path = os.fspath(folder.path)
+    if TEMPORARY in path:
+        return CommitState(False, f"its save was interrupted or is under way ({TEMPORARY} is in its name)")
+    if COMMIT_FILE in folder.files:
+        return CommitState(True, f"{COMMIT_FILE} is there")
+    # An item of a step need not have a commit file of its own.
+    if "://" in path and COMMIT_FILE not in folders.list_folder(folder.path.parent).files:
+        return CommitState(False, f"its save was interrupted or is under way (there is no {COMMIT_FILE})")
+    if metadata and not metadata.get("commit_timestamp_nsecs"):
+        return CommitState(False, f"its save was interrupted or is under way (no time of commit in {STEP_METADATA})")
+    return CommitState(True, f"{STEP_METADATA} has the time of it" if metadata else "it has its final name")
+
+
+def check_committed(folder: Folder, metadata: Mapping[str, Any]) -> CommitState:
+    """Raises `UnfinishedError` if a checkpoint is not complete."""
+    state = commit_state(folder, metadata)
+    if not state.committed:
+        raise UnfinishedError(f"{os.fspath(folder.path)} is not a complete checkpoint: {state.because}")
+    return state
+
+
+def _find(path: epath.PathLike, step: int | None) -> tuple[Folder, tuple[SavedStep, ...]]:
+    """Returns the directory of the step or item at a path; or a manager's directory and its steps."""
+    folder = _list(path)
+    if step is not None:
+        return _step_folder(folder, step), ()
+    if has_arrays(folder) or _is_step(folder):
+        return folder, ()
+    if steps := _steps(folder):
+        return folder, steps
+    names = [*folder.folders, *folder.files]
+    if not names:
+        raise NotACheckpointError(f"{os.fspath(folder.path)} is empty: no step was saved here")
+    raise NotACheckpointError(
+        f"{os.fspath(folder.path)} is no Orbax checkpoint: neither it nor a directory in it has {STEP_METADATA} or "
+        f"{TREE_METADATA}; it has {text_lib.listing(names, 5)}"
+    )
+
+
 def _step_or_item(path: epath.PathLike, step: int | None) -> Folder:
     """Returns the directory of the step or item that a path stands for."""
-    folder = _list(_absolute(path))
-    if step is not None:
-        return _step_folder(folder, step)
-    if has_arrays(folder) or _is_step(folder):
+    folder, steps = _find(path, step)
+    if not steps:
         return folder
-    steps = _steps(folder)
     committed = [saved for saved in steps if saved.state.committed]
-    if committed:
-        return _list(epath.Path(committed[-1].path))
-    if steps:
+    if not committed:
         raise UnfinishedError(f"{path} has no committed step: {steps[-1].name}: {steps[-1].state.because}")
-    raise NotACheckpointError(_why_not(folder))
+    return _list(committed[-1].path)
 
 
-def _absolute(path: epath.PathLike) -> epath.Path:
-    """Returns an absolute path: TensorStore takes no others."""
+def _list(path: epath.PathLike) -> Folder:
+    """Lists a directory, by its absolute path: TensorStore takes no others."""
     text = os.fspath(path)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
-
-
-def _list(path: epath.Path) -> Folder:
+    text = text if "://" in text else os.path.abspath(text)
     try:
-        return folders.list_folder(path)
+        return folders.list_folder(epath.Path(text))
     except FileNotFoundError as error:
-        message = str(error) if s3.is_s3(path) else f"{os.fspath(path)} does not exist"
-        raise NotACheckpointError(message.rstrip(".")) from None
+        raise NotACheckpointError(str(error).rstrip(".") if s3.is_s3(text) else f"{text} does not exist") from None
     except NotADirectoryError:
-        raise NotACheckpointError(f"{os.fspath(path)} is a file; give a directory of a checkpoint") from None
+        raise NotACheckpointError(f"{text} is a file; give a directory of a checkpoint") from None
 
 
 def _inner(folder: Folder) -> Iterator[Folder]:
@@ -90,9 +126,8 @@ def _inner(folder: Folder) -> Iterator[Folder]:
 
 
 def _is_step(folder: Folder) -> bool:
-    if STEP_METADATA in folder.files:
-        return True
-    return any(has_arrays(inner) for inner in _inner(folder) if step_number(inner.path.name) is None)
+    items = (inner for inner in _inner(folder) if step_number(inner.path.name) is None)
+    return STEP_METADATA in folder.files or any(map(has_arrays, items))
 
 
 def _steps(folder: Folder) -> tuple[SavedStep, ...]:
@@ -146,15 +181,3 @@ def _process_metadata(folder: Folder) -> tuple[tuple[int, ...], ...]:
         return ()
     text = _list(folder.path / "process_metadata").text("global_process_metadata.json")
     return tuple(tuple(int(device) for device in devices) for devices in json.loads(text or "[]"))
-
-
-def _why_not(folder: Folder) -> str:
-    """Returns why a directory is not a checkpoint."""
-    path = os.fspath(folder.path)
-    names = [*folder.folders, *folder.files]
-    if not names:
-        return f"{path} is empty: no step was saved here"
-    return (
-        f"{path} is no Orbax checkpoint: neither it nor a directory in it has {STEP_METADATA} or {TREE_METADATA}; "
-        f"it has {text_lib.listing(names, 5)}"
-    )

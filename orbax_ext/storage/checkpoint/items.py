@@ -12,13 +12,15 @@ from etils import epath
 from orbax_ext.storage import s3
 from orbax_ext.storage.checkpoint import folders, metadata
 from orbax_ext.storage.checkpoint.arrays import StoredArray, stored_arrays
-from orbax_ext.storage.checkpoint.errors import NotACheckpointError
 from orbax_ext.storage.checkpoint.folders import Folder
-from orbax_ext.storage.checkpoint.metadata import SavedSharding, SavedTree, TreeLeaf
 from orbax_ext.storage.checkpoint.records import CheckpointItem, CommitState, StoredLeaf
 from orbax_ext.storage.filenames import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 
 _WRITER = re.compile(r"(?:ocdbt\.)?process_(\d+)")
+
+
+class NotACheckpointError(ValueError):
+    """There is no checkpoint at this path, or its metadata can't be understood."""
 
 
 def has_arrays(folder: Folder) -> bool:
@@ -30,11 +32,13 @@ def describe_item(folder: Folder, state: CommitState, handler: str) -> Checkpoin
     path = os.fspath(folder.path)
     sizes = folders.sizes_below(folder.path)
     ocdbt = OCDBT_MANIFEST in folder.files
-    item = CheckpointItem(path, state, handler, sum(sizes.values()), len(sizes), format="files")
+    item = CheckpointItem(path, state, handler, sum(sizes.values()), len(sizes))
     if not has_arrays(folder):
         return item
     try:
-        tree, shardings, key_types = _read_metadata(folder, sizes)
+        tree = metadata.parse_tree(folder.text(TREE_METADATA) or '{"tree_metadata": {}}')
+        shardings = metadata.parse_shardings(folder.text(SHARDINGS) or "{}")
+        key_types = _key_types(folder, sizes)
     except metadata.DAMAGED as error:
         raise NotACheckpointError(f"the metadata in {path} can't be understood: {error!r}") from error
     if tree.ocdbt and not ocdbt:
@@ -43,7 +47,12 @@ def describe_item(folder: Folder, state: CommitState, handler: str) -> Checkpoin
             f"{OCDBT_MANIFEST} is missing"
         )
     arrays = _arrays(folder.path, ocdbt, sizes)
-    leaves = [_leaf(leaf, arrays, shardings, key_types) for leaf in tree.leaves]
+    leaves = []
+    for leaf in tree.leaves:
+        name, array = leaf.name, arrays.get(leaf.name)
+        lost = leaf.stored and array is None and leaf.kind not in ("string", "bytes")
+        problem = "its array is missing" if lost else ""
+        leaves.append(StoredLeaf(name, leaf.kind, array, shardings.get(name), key_types.get(name, ""), problem))
     if not leaves:  # old releases did not save the tree
         leaves = [StoredLeaf(name, "array", array, shardings.get(name)) for name, array in arrays.items()]
     zarr3 = any(array.zarr3 for array in arrays.values()) or bool(tree.zarr3)
@@ -58,28 +67,12 @@ def describe_item(folder: Folder, state: CommitState, handler: str) -> Checkpoin
     )
 
 
-def _read_metadata(
-    folder: Folder, sizes: Mapping[str, int]
-) -> tuple[SavedTree, dict[str, SavedSharding], dict[str, str]]:
-    tree = metadata.parse_tree(folder.text(TREE_METADATA) or '{"tree_metadata": {}}')
-    shardings = metadata.parse_shardings(folder.text(SHARDINGS) or "{}")
+def _key_types(folder: Folder, sizes: Mapping[str, int]) -> dict[str, str]:
     key_types: dict[str, str] = {}
     for name in sizes:
         if name.startswith("array_metadatas/"):
-            key_types.update(metadata.parse_key_types((folder.path / name).read_text()))
-    return tree, shardings, key_types
-
-
-def _leaf(
-    leaf: TreeLeaf,
-    arrays: Mapping[str, StoredArray],
-    shardings: Mapping[str, SavedSharding],
-    key_types: Mapping[str, str],
-) -> StoredLeaf:
-    array = arrays.get(leaf.name)
-    lost = leaf.stored and array is None and leaf.kind not in ("string", "bytes")
-    problem = "its array is missing" if lost else ""
-    return StoredLeaf(leaf.name, leaf.kind, array, shardings.get(leaf.name), key_types.get(leaf.name, ""), problem)
+            key_types |= metadata.parse_key_types((folder.path / name).read_text())
+    return key_types
 
 
 def _arrays(path: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> dict[str, StoredArray]:

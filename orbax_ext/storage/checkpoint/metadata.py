@@ -6,6 +6,7 @@ These formats are the same in every supported release; fields that later release
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import json
 import math
@@ -150,8 +151,5 @@ def _entry(axes: tuple[str, ...]) -> str:
 
 def most_common_mesh(shardings: Mapping[str, SavedSharding]) -> tuple[tuple[str, int], ...]:
     """Returns the mesh on which most arrays were saved; empty if none is recorded."""
-    counts: dict[tuple[tuple[str, int], ...], int] = {}
-    for sharding in shardings.values():
-        if sharding.axes:
-            counts[sharding.axes] = counts.get(sharding.axes, 0) + 1
+    counts = collections.Counter(sharding.axes for sharding in shardings.values() if sharding.axes)
     return max(counts, key=lambda axes: counts[axes], default=())

@@ -41,7 +41,7 @@ class CheckpointItem:
     files: int
     leaves: tuple[StoredLeaf, ...] = ()
     has_arrays: bool = False
-    format: str = ""  # "zarr2" or "zarr3", or "files" if it has no tree
+    format: str = "files"  # "zarr2" or "zarr3" if it has a tree
     ocdbt: bool = False
     mesh: tuple[tuple[str, int], ...] = ()  # on which most leaves were saved
     writers: int | None = None  # processes that wrote, as far as recorded

@@ -1,13 +1,11 @@
 """Checkpoints on s3://: arrays through TensorStore's own s3 driver, metadata files through s3fs.
 
     orbax_ext.storage.enable_s3()                       # AWS, or what AWS_ENDPOINT_URL and AWS_REGION say
-    manager = ocp.CheckpointManager("s3://bucket/run")  # and everything else as before
+    manager = ocp.CheckpointManager("s3://bucket/run")  # not earlier: it looks at its directory at once
 
-`orbax_ext.register()` enables it too, and `unregister()` disables it again, unless it was enabled before. Enabling
-costs nothing: s3fs is imported, and settings are looked up, when the first s3:// path is used. Create a manager only
-after that call, because it looks at its directory at once.
-
-A checkpoint on S3 is complete when it has its commit file, as Orbax does it on gs://.
+`orbax_ext.register()` enables it too, and `unregister()` disables it again, unless it was enabled before. s3fs is
+imported, and settings are looked up, when the first s3:// path is used. A checkpoint on S3 is complete when it has its
+commit file, as Orbax does it on gs://.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 import threading
 
 from orbax_ext.storage.s3.errors import explain
-from orbax_ext.storage.s3.files import S3Files
+from orbax_ext.storage.s3.objects import ObjectStore
 from orbax_ext.storage.s3.paths import is_s3
 from orbax_ext.storage.s3.settings import Addressing, Settings
 from orbax_ext.storage.s3.sharing import Snapshot
@@ -28,11 +26,10 @@ __all__ = [
     "enable_s3",
     "explain",
     "is_s3",
-    "list_folder",
+    "object_store",
     "restore_usage",
     "s3_enabled",
     "s3_usage",
-    "sizes_below",
     "snapshot_of",
 ]
 
@@ -73,11 +70,10 @@ def enable_s3(
     settings = Settings(endpoint, region, profile, anonymous, addressing, retries, stall_seconds, share_metadata)
     global _store
     with _lock:
-        if _store is not None and _store.given == settings:
-            return
-        if _store is not None:
-            _store.close()
-        _store = S3Store(settings, _counter)
+        if _store is None or _store.given != settings:
+            if _store is not None:
+                _store.close()
+            _store = S3Store(settings, _counter)
 
 
 def disable_s3() -> None:
@@ -109,23 +105,8 @@ def snapshot_of(path: os.PathLike[str]) -> Snapshot | None:
     return _store.files.snapshot(path) if _store is not None and is_s3(path) else None
 
 
-def list_folder(path: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Returns the files in a directory on S3 with their sizes, and its directories.
-
-    Raises FileNotFoundError if there is no such directory.
-    """
-    listing = _files().objects.list_directory(path)
-    if not listing.exists:
-        raise FileNotFoundError(f"{path} does not exist.")
-    return {name: size for name, (size, _) in listing.files.items()}, listing.directories
-
-
-def sizes_below(path: str) -> dict[str, int]:
-    """Returns the sizes of all files below a directory on S3, by their paths from there."""
-    return _files().objects.sizes_below(path)
-
-
-def _files() -> S3Files:
+def object_store() -> ObjectStore:
+    """Returns what sends requests to S3. Raises ValueError if S3 is not enabled."""
     if _store is None:
         raise ValueError("s3:// is not enabled: call orbax_ext.storage.enable_s3() first.")
-    return _store.files
+    return _store.files.objects

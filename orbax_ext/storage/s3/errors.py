@@ -8,6 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 
+from orbax_ext.redact import redact
+
 # A store may repeat in its answer what it was sent: AWS puts an expired session token into its error document.
 _DETAIL = r"\s*\[(?:http_response_body|tensorstore_spec)="
 _LONG_DETAIL = re.compile(_DETAIL + r"'(?:[^'\\]|\\.)*'\]", re.DOTALL)
@@ -17,16 +19,14 @@ _SECRET_ELEMENT = re.compile(
     r".*?</\1>",
     re.DOTALL,
 )
-_SECRET_PARAMETER = re.compile(r"(X-Amz-(?:Credential|Security-Token|Signature)=)[^&\s'\"]+", re.IGNORECASE)
-_SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN")
-_WITHHELD = "[withheld]"
 
+_DENIED = "these credentials may not do this: check the bucket policy and which credentials are in use"
 _REMEDIES = {
     "NoSuchBucket": "create the bucket, or check its name, the endpoint and the region",
     "NoSuchKey": "the object is missing: was the checkpoint deleted, or never finished?",
-    "AccessDenied": "these credentials may not do this: check the bucket policy and which credentials are in use",
-    "Forbidden": "these credentials may not do this: check the bucket policy and which credentials are in use",
-    "PERMISSION_DENIED": "these credentials may not do this: check the bucket policy and which credentials are in use",
+    "AccessDenied": _DENIED,
+    "Forbidden": _DENIED,
+    "PERMISSION_DENIED": _DENIED,
     "ExpiredToken": "the session has expired: renew the credentials and restart",
     "InvalidToken": "the session token is not valid: renew the credentials and restart",
     "InvalidAccessKeyId": "the endpoint does not know this access key: check endpoint and credentials",
@@ -93,13 +93,7 @@ def explanation(path: str, text: str) -> str:
 def without_secrets(text: str) -> str:
     """Returns the text without the body of the store's answer and without credentials."""
     text = _UNCLEAR_DETAIL.sub("", _LONG_DETAIL.sub("", text))
-    text = _SECRET_ELEMENT.sub(lambda match: f"<{match[1]}>{_WITHHELD}</{match[1]}>", text)
-    text = _SECRET_PARAMETER.sub(lambda match: match[1] + _WITHHELD, text)
-    for name in _SECRET_VARIABLES:
-        value = os.environ.get(name, "")
-        if len(value) >= 4:
-            text = text.replace(value, _WITHHELD)
-    return text
+    return redact(_SECRET_ELEMENT.sub(r"<\1>[withheld]</\1>", text))
 
 
 class SecretFilter(logging.Filter):

@@ -19,15 +19,7 @@ from orbax_ext.storage.s3 import objects as objects_lib
 from orbax_ext.storage.s3 import streams
 from orbax_ext.storage.s3.errors import explained
 from orbax_ext.storage.s3.objects import Listing, ObjectStore
-from orbax_ext.storage.s3.paths import (
-    PREFIX,
-    PathLike,
-    deletion_order,
-    is_pattern,
-    is_s3,
-    split,
-    split_at_wildcard,
-)
+from orbax_ext.storage.s3.paths import PREFIX, PathLike, deletion_order, is_pattern, is_s3, split, split_at_wildcard
 from orbax_ext.storage.s3.sharing import Snapshot
 
 
@@ -60,11 +52,7 @@ class S3Files(backend.Backend):
             with explained(path):
                 self.objects.write(path, content)
 
-        before = b""
-        if append and self.exists(path):
-            with self._open_to_read(path) as old:
-                before = old.read()
-        return streams.Upload(store, before)
+        return streams.Upload(store, self._open_to_read(path).read() if append and self.exists(path) else b"")
 
     def exists(self, path: PathLike) -> bool:
         with explained(path):
@@ -89,24 +77,15 @@ class S3Files(backend.Backend):
         fixed, *parts = split_at_wildcard(os.fspath(path))
         matches = [fixed]
         for part in parts:
-            if not is_pattern(part):
+            if is_pattern(part):
+                children = [(base, name) for base in matches if self.isdir(base) for name in self.listdir(base)]
+                matches = [f"{base}/{name}" for base, name in children if fnmatch.fnmatchcase(name, part)]
+            else:
                 matches = [f"{base}/{part}" for base in matches if self.exists(f"{base}/{part}")]
-                continue
-            matches = [
-                f"{base}/{name}"
-                for base in matches
-                if self.isdir(base)
-                for name in self.listdir(base)
-                if fnmatch.fnmatchcase(name, part)
-            ]
         return matches
 
     def walk(
-        self,
-        top: PathLike,
-        *,
-        top_down: bool = True,
-        on_error: Callable[[OSError], object] | None = None,
+        self, top: PathLike, *, top_down: bool = True, on_error: Callable[[OSError], object] | None = None
     ) -> Iterator[tuple[Any, list[str], list[str]]]:
         try:
             with explained(top):

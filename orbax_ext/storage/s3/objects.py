@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import threading
+import errno
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from orbax_ext.storage.s3.errors import explained
-from orbax_ext.storage.s3.paths import PREFIX, PathLike, as_directory, split
+from orbax_ext.storage.s3.paths import PREFIX, PathLike, directory_key, split
+from orbax_ext.storage.s3.settings import Settings, filesystem_arguments
 from orbax_ext.storage.s3.usage import RequestCounter
 
 WHOLE_FILE = 8 << 20  # a smaller file is fetched in one request
@@ -26,19 +29,14 @@ class Listing:
 class ObjectStore:
     """Sends requests to S3 and counts them. A directory is a zero-byte object whose key ends with a slash."""
 
-    def __init__(self, make_client: Callable[[], Any], counter: RequestCounter) -> None:
-        self._make_client = make_client
+    def __init__(self, settings: Callable[[], Settings], counter: RequestCounter) -> None:
+        self._settings = settings
         self._counter = counter
-        self._lock = threading.Lock()
-        self._client: Any = None
 
-    @property
+    @functools.cached_property
     def _fs(self) -> Any:
         """The s3fs file system, created when it is first needed."""
-        with self._lock:
-            if self._client is None:
-                self._client = self._make_client()
-            return self._client
+        return _new_filesystem(self._settings(), self._counter)
 
     def fetch(self, path: PathLike) -> bytes | None:
         """Returns the content of a file, or None if it is too large for one request."""
@@ -49,27 +47,25 @@ class ObjectStore:
         """Returns a range of a file's bytes, fewer than asked for at its end."""
         with explained(path):
             content: bytes = self._fs.read_range(*split(path), start, end)
-            self._counter.add_bytes(len(content))
+            self._counter.add(read=len(content))
             return content
 
     def list_directory(self, path: PathLike) -> Listing:
         with explained(path):
-            prefix = as_directory(split(path)[1])
-            files, directories = self._list(path, "/")
-            return Listing(
-                {
-                    name: (entry["Size"], int(entry["LastModified"].timestamp()))
-                    for entry in files
-                    if (name := entry["Key"].removeprefix(prefix))
-                },
-                tuple(key.removeprefix(prefix).rstrip("/") for key in directories),
-                exists=bool(files or directories or not prefix),
-            )
+            prefix = directory_key(path)
+            objects, prefixes = self._list(path, "/")
+            files = {
+                entry["Key"].removeprefix(prefix): (entry["Size"], int(entry["LastModified"].timestamp()))
+                for entry in objects
+                if entry["Key"] != prefix  # the directory's own marker
+            }
+            directories = tuple(key.removeprefix(prefix).rstrip("/") for key in prefixes)
+            return Listing(files, directories, exists=bool(objects or prefixes or not prefix))
 
     def sizes_below(self, path: PathLike) -> dict[str, int]:
         """Returns the sizes of all files below a directory, by their paths from there."""
         with explained(path):
-            prefix = as_directory(split(path)[1])
+            prefix = directory_key(path)
             entries = {entry["Key"].removeprefix(prefix): entry["Size"] for entry in self._list(path, "")[0]}
             return {name: size for name, size in entries.items() if name and not name.endswith("/")}
 
@@ -100,15 +96,14 @@ class ObjectStore:
         return True
 
     def has_children(self, path: PathLike) -> bool:
-        prefix = as_directory(split(path)[1])
-        return bool(self._call("list_objects_v2", path, Prefix=prefix, MaxKeys=1).get("Contents"))
+        return bool(self._call("list_objects_v2", path, Prefix=directory_key(path), MaxKeys=1).get("Contents"))
 
     def write(self, path: PathLike, content: bytes) -> None:
         self._fs.pipe_file("/".join(split(path)), content)
 
     def make_directory(self, path: PathLike) -> None:
         """Writes the marker object of a directory."""
-        self._call("put_object", path, Key=as_directory(split(path)[1]), Body=b"")
+        self._call("put_object", path, Key=directory_key(path), Body=b"")
 
     def copy(self, path: PathLike, target: PathLike) -> None:
         self._fs.cp_file("/".join(split(path)), "/".join(split(target)))
@@ -128,7 +123,7 @@ class ObjectStore:
         files: list[Any] = []
         directories: list[str] = []
         while True:
-            page = self._call("list_objects_v2", path, Prefix=as_directory(split(path)[1]), **more)
+            page = self._call("list_objects_v2", path, Prefix=directory_key(path), **more)
             files += page.get("Contents", ())
             directories += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated"):
@@ -137,3 +132,50 @@ class ObjectStore:
 
     def _call(self, method: str, path: PathLike, **arguments: Any) -> Any:
         return self._fs.call_s3(method, Bucket=split(path)[0], **arguments)
+
+
+def _new_filesystem(settings: Settings, counter: RequestCounter) -> Any:
+    """Returns an s3fs file system that counts its requests and reads again when an answer breaks off."""
+    try:
+        import s3fs
+        from fsspec import asyn
+    except ImportError as error:
+        raise ImportError(
+            f"s3:// paths need the package s3fs, and it can't be imported ({error}): pip install 'orbax-ext[s3]'."
+        ) from None
+
+    class CountingFileSystem(s3fs.S3FileSystem):
+        # botocore repeats requests and `_read_range` repeats reads that broke off; a third loop would multiply them.
+        retries = 1
+
+        async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            counter.add(requests=1)
+            return await super()._call_s3(method, *args, **kwargs)
+
+        async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:
+            for attempt in range(settings.retries + 1):
+                try:
+                    return await self._read_range_once(bucket, key, start, end)
+                except s3fs.core.S3_RETRYABLE_ERRORS:
+                    if attempt == settings.retries:
+                        raise
+                await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+            raise AssertionError("not reached")
+
+        async def _read_range_once(self, bucket: str, key: str, start: int, end: int) -> bytes:
+            try:
+                answer = await self._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # the file has no byte at `start`: it is empty, or this is its end
+                    return b""
+                raise
+            async with answer["Body"] as body:
+                content: bytes = await body.read()
+            if len(content) != answer["ContentLength"]:
+                raise s3fs.core.IncompleteRead(content, answer["ContentLength"] - len(content))
+            return content
+
+        call_s3 = asyn.sync_wrapper(_call_s3)
+        read_range = asyn.sync_wrapper(_read_range)
+
+    return CountingFileSystem(**filesystem_arguments(settings))

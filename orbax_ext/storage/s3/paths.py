@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 
 from orbax_ext.storage.filenames import COMMIT_FILE
 
@@ -27,8 +28,9 @@ def split(path: PathLike) -> tuple[str, str]:
     return bucket, key.rstrip("/")
 
 
-def as_directory(key: str) -> str:
+def directory_key(path: PathLike) -> str:
     """Returns the common prefix of the keys in a directory, which is also the key of its marker object."""
+    key = split(path)[1]
     return f"{key}/" if key else ""
 
 
@@ -45,13 +47,9 @@ def split_at_wildcard(path: str) -> list[str]:
 
 def deletion_order(keys: list[str]) -> list[list[str]]:
     """Returns batches of keys to delete one after the other: commit files first, the outermost before all others."""
-    commits = sorted((key for key in keys if _name(key) == COMMIT_FILE), key=lambda key: key.count("/"))
-    others = [key for key in keys if _name(key) != COMMIT_FILE]
+    commits = sorted((key for key in keys if posixpath.basename(key) == COMMIT_FILE), key=lambda key: key.count("/"))
+    others = [key for key in keys if posixpath.basename(key) != COMMIT_FILE]
     batches = [[key] for key in commits[:1]]
     for group in (commits[1:], others):
         batches += [group[start : start + _MOST_DELETED] for start in range(0, len(group), _MOST_DELETED)]
     return batches
-
-
-def _name(key: str) -> str:
-    return key.rsplit("/", 1)[-1]

@@ -42,9 +42,8 @@ class Settings:
         return self.addressing == "virtual" or (self.addressing == "auto" and self.endpoint is None)
 
 
-def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settings:
+def resolve(given: Settings, environ: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings with gaps filled from AWS_* variables and the profile's configuration."""
-    environ = os.environ if environ is None else environ
     profile = given.profile or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     config = _profile_config(environ, profile or "default")
     ignore = environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
@@ -62,13 +61,8 @@ def resolve(given: Settings, environ: Mapping[str, str] | None = None) -> Settin
     addressing: Any = given.addressing
     if addressing == "auto" and config.get("s3.addressing_style") in get_args(Addressing):
         addressing = config["s3.addressing_style"]
-    return dataclasses.replace(
-        given,
-        endpoint=endpoint.rstrip("/") if endpoint else None,
-        region=region,
-        profile=profile,
-        addressing=addressing,
-    )
+    endpoint = endpoint.rstrip("/") if endpoint else None
+    return dataclasses.replace(given, endpoint=endpoint, region=region, profile=profile, addressing=addressing)
 
 
 def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
@@ -78,7 +72,8 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
     if endpoint is not None and settings.virtual_host:
         # TensorStore takes an empty bucket to mean that the endpoint already names it.
         spec["bucket"] = ""
-        endpoint = _with_bucket(endpoint, bucket)
+        parsed = urllib.parse.urlsplit(endpoint)
+        endpoint = parsed._replace(netloc=f"{bucket}.{parsed.netloc}").geturl()
     elif endpoint is None and settings.addressing == "path":
         if settings.region is None:
             raise ValueError("addressing='path' on AWS needs a region: pass region= or set AWS_REGION.")
@@ -98,7 +93,6 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
 def filesystem_arguments(settings: Settings) -> dict[str, Any]:
     """Returns the arguments of s3fs's file system for the same store."""
     config: dict[str, Any] = {
-        "s3": {"addressing_style": "virtual" if settings.virtual_host else "path"},
         "retries": {"mode": "standard", "total_max_attempts": settings.retries + 1},
         "connect_timeout": min(settings.stall_seconds, 30),
         "read_timeout": settings.stall_seconds,
@@ -106,8 +100,8 @@ def filesystem_arguments(settings: Settings) -> dict[str, Any]:
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
-    if settings.addressing == "auto" and settings.endpoint is None:
-        del config["s3"]
+    if settings.addressing != "auto" or settings.endpoint is not None:
+        config["s3"] = {"addressing_style": "virtual" if settings.virtual_host else "path"}
     arguments: dict[str, Any] = {
         "anon": settings.anonymous,
         "endpoint_url": settings.endpoint,
@@ -125,18 +119,10 @@ def filesystem_arguments(settings: Settings) -> dict[str, Any]:
 def _check_endpoint(endpoint: str) -> None:
     parsed = urllib.parse.urlsplit(endpoint)
     if parsed.scheme not in ("http", "https") or not parsed.hostname or parsed.query or parsed.fragment:
-        raise ValueError(f"endpoint must be a URL such as https://minio.example.com:9000; got {_shown(parsed)!r}.")
+        shown = parsed._replace(netloc=parsed.netloc.rpartition("@")[2]).geturl()  # without a password
+        raise ValueError(f"endpoint must be a URL such as https://minio.example.com:9000; got {shown!r}.")
     if parsed.username or parsed.password:
         raise ValueError("endpoint must not hold a user name or password: use AWS_* variables or a profile for those.")
-
-
-def _shown(parsed: urllib.parse.SplitResult) -> str:
-    return parsed._replace(netloc=parsed.netloc.rpartition("@")[2]).geturl()
-
-
-def _with_bucket(endpoint: str, bucket: str) -> str:
-    parsed = urllib.parse.urlsplit(endpoint)
-    return parsed._replace(netloc=f"{bucket}.{parsed.netloc}").geturl()
 
 
 def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
@@ -147,20 +133,14 @@ def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}  # the clients report what is wrong with it
-    section = "default" if profile == "default" else f"profile {profile}"
-    if not parser.has_section(section):
-        return {}
-    config = _flat(dict(parser.items(section)))
-    services = config.get("services")
-    if services and parser.has_section(f"services {services}"):
-        config.update(_flat(dict(parser.items(f"services {services}"))))
-    return config
+    config = _section(parser, "default" if profile == "default" else f"profile {profile}")
+    return config | _section(parser, f"services {config.get('services')}")
 
 
-def _flat(section: Mapping[str, str]) -> dict[str, str]:
-    """Returns nested settings as "parent.name": configparser reads their indented lines as one value of many lines."""
+def _section(parser: configparser.RawConfigParser, section: str) -> dict[str, str]:
+    """Returns a section, empty if it is missing. A nested setting is a line of its parent's value: "parent.name"."""
     settings = {}
-    for name, value in section.items():
+    for name, value in parser.items(section) if parser.has_section(section) else ():
         if not value.startswith("\n"):
             settings[name] = value.strip()
             continue

@@ -14,34 +14,24 @@ import json
 import threading
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError, StoreError
-from orbax_ext.storage.s3.objects import Listing
+from orbax_ext.storage.s3.objects import Listing, ObjectStore
 
 # FileNotFoundError is last because MissingBucketError is one.
 _SHARED_ERRORS = {kind.__name__: kind for kind in (MissingBucketError, DeniedError, StoreError, FileNotFoundError)}
-
-
-class Source(Protocol):
-    """The part of `ObjectStore` that a snapshot needs."""
-
-    def list_directory(self, path: str) -> Listing: ...
-    def fetch(self, path: str) -> bytes | None: ...
 
 
 Once = Callable[[str, Callable[[], str]], str]  # does named work on one process and returns the result on all
 
 
 class Snapshot:
-    """The files below `root`, a checkpoint's directory, as they are during one restore.
+    """The files below `root`, a checkpoint's directory, during one restore. A save may write other steps beside it."""
 
-    It does not cover the directories beside it, where a save in the background may write another step.
-    """
-
-    def __init__(self, root: str, source: Source, once: Once) -> None:
+    def __init__(self, root: str, objects: ObjectStore, once: Once) -> None:
         self.root = root.rstrip("/")
-        self._source = source
+        self._objects = objects
         self._once = once
         self._lock = threading.Lock()
         self._answers: dict[tuple[str, str], concurrent.futures.Future[Any]] = {}
@@ -50,7 +40,7 @@ class Snapshot:
         return f"{path.rstrip('/')}/".startswith(f"{self.root}/")
 
     def listing(self, path: str) -> Listing:
-        data = self.ask("list", path, lambda: dataclasses.asdict(self._source.list_directory(path)))
+        data = self.ask("list", path, lambda: dataclasses.asdict(self._objects.list_directory(path)))
         files = {name: (size, changed) for name, (size, changed) in data["files"].items()}
         return Listing(files, tuple(data["directories"]), data["exists"])
 
@@ -71,7 +61,7 @@ class Snapshot:
         """Returns the content of a file, or None if it is too large to be shared."""
         if self.file(path) is None:
             raise FileNotFoundError(f"{path} does not exist.")
-        packed = self.ask("read", path, lambda: _packed(self._source.fetch(path)))
+        packed = self.ask("read", path, lambda: _packed(self._objects.fetch(path)))
         return None if packed is None else zlib.decompress(base64.b64decode(packed))
 
     def ask(self, what: str, path: str, question: Callable[[], Any]) -> Any:

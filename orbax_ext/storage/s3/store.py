@@ -16,7 +16,6 @@ from absl import logging
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
-from orbax_ext.storage.s3 import client
 from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.errors import SecretFilter, explain
 from orbax_ext.storage.s3.files import S3Files
@@ -44,7 +43,7 @@ class S3Store:
 
     def __init__(self, given: Settings, counter: RequestCounter) -> None:
         self.given = given
-        self.files = S3Files(ObjectStore(lambda: client.make(self.settings, counter), counter))
+        self.files = S3Files(ObjectStore(lambda: self.settings, counter))
         self._counter = counter
         self._environ: dict[str, str] = {}
         self._before_restore: Usage | None = None
@@ -71,20 +70,16 @@ class S3Store:
             return
         self._before_restore = self._counter.usage()
         try:
-            with self._snapshot(root, together) if self.settings.share_metadata else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.settings.share_metadata:
+                    alone = not together or jax.process_count() == 1
+                    results = None if alone else stack.enter_context(_shared_results(root))
+                    once = results.once if results else lambda name, work: work()
+                    self.files.snapshots.append(Snapshot(root, self.files.objects, once))
+                    stack.callback(self.files.snapshots.pop)
                 yield
         finally:
             self._before_restore = None
-
-    @contextlib.contextmanager
-    def _snapshot(self, root: str, together: bool) -> Iterator[None]:
-        with _shared_results(root) if together and jax.process_count() > 1 else contextlib.nullcontext() as results:
-            snapshot = Snapshot(root, self.files.objects, results.once if results else lambda name, work: work())
-            self.files.snapshots.append(snapshot)
-            try:
-                yield
-            finally:
-                self.files.snapshots.remove(snapshot)
 
     def close(self) -> None:
         self._undo()
@@ -102,8 +97,7 @@ class S3Store:
 @contextlib.contextmanager
 def _shared_results(root: str) -> Iterator[SharedResults | None]:
     """Yields the results shared by all processes that restore from `root`; None if some of them do not arrive."""
-    session = open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits())
-    with session:
+    with open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits()) as session:
         try:
             session.arrive({})
         except RestoreTimeoutError as error:

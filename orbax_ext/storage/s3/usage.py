@@ -26,8 +26,8 @@ class Usage:
         return self.metadata_bytes + self.array_bytes
 
     def __sub__(self, earlier: Usage) -> Usage:
-        fields = dataclasses.fields(Usage)
-        return Usage(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(earlier), strict=True)
+        return Usage(*(now - before for now, before in pairs))
 
 
 class RequestCounter:
@@ -38,13 +38,10 @@ class RequestCounter:
         self._requests = 0
         self._bytes = 0
 
-    def add_request(self) -> None:
+    def add(self, requests: int = 0, read: int = 0) -> None:
         with self._lock:
-            self._requests += 1
-
-    def add_bytes(self, count: int) -> None:
-        with self._lock:
-            self._bytes += count
+            self._requests += requests
+            self._bytes += read
 
     def usage(self) -> Usage:
         """Returns the usage since the process started, with TensorStore's own counters for arrays."""

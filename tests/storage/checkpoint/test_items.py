@@ -7,8 +7,7 @@ import pytest
 from etils import epath
 
 from orbax_ext.storage.checkpoint import folders
-from orbax_ext.storage.checkpoint.errors import NotACheckpointError
-from orbax_ext.storage.checkpoint.items import describe_item
+from orbax_ext.storage.checkpoint.items import NotACheckpointError, describe_item
 from orbax_ext.storage.checkpoint.records import CheckpointItem, CommitState
 
 COMMITTED = CommitState(True, "it has its final name")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 
 from orbax_ext.storage.s3 import sharing
 from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError, StoreError
-from orbax_ext.storage.s3.objects import Listing
+from orbax_ext.storage.s3.objects import Listing, ObjectStore
+from orbax_ext.storage.s3.paths import PathLike
 from orbax_ext.storage.s3.sharing import Snapshot
 
 ROOT = "s3://bucket/run/0"
@@ -18,21 +20,21 @@ DIRECTORIES = {
 FILES = {f"{ROOT}/default/_METADATA": b"\0not text\xff", f"{ROOT}/default/large": None}
 
 
-class FakeSource:
+class FakeStore(ObjectStore):
     """A store with two directories, which records what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: PathLike) -> Listing:
         self.asked.append(f"list {path}")
-        return DIRECTORIES.get(path, Listing({}, (), exists=False))
+        return DIRECTORIES.get(os.fspath(path), Listing({}, (), exists=False))
 
-    def fetch(self, path: str) -> bytes | None:
+    def fetch(self, path: PathLike) -> bytes | None:
         self.asked.append(f"read {path}")
-        if path.endswith("commit_success.txt"):
+        if os.fspath(path).endswith("commit_success.txt"):
             raise DeniedError(f"{path}: AccessDenied")
-        return FILES[path]
+        return FILES[os.fspath(path)]
 
 
 class FakeBoard:
@@ -48,32 +50,32 @@ class FakeBoard:
 
 
 def test_each_question_is_asked_once_by_all_processes_together() -> None:
-    source, board = FakeSource(), FakeBoard()
+    store, board = FakeStore(), FakeBoard()
     for _ in range(3):
-        snapshot = Snapshot(f"{ROOT}/", source, board.once)
+        snapshot = Snapshot(f"{ROOT}/", store, board.once)
         for _ in range(2):
             assert snapshot.is_directory(ROOT)
             assert snapshot.is_directory(f"{ROOT}/default/")
             assert snapshot.listing(f"{ROOT}/default") == DIRECTORIES[f"{ROOT}/default"]
             assert snapshot.file(f"{ROOT}/default/_METADATA") == (12, 100)
             assert snapshot.content(f"{ROOT}/default/_METADATA") == b"\0not text\xff"
-    assert source.asked == [f"list {ROOT}", f"list {ROOT}/default", f"read {ROOT}/default/_METADATA"]
+    assert store.asked == [f"list {ROOT}", f"list {ROOT}/default", f"read {ROOT}/default/_METADATA"]
 
 
 def test_existence_is_answered_from_the_listing_of_the_parent() -> None:
-    source = FakeSource()
-    snapshot = Snapshot(ROOT, source, FakeBoard().once)
+    store = FakeStore()
+    snapshot = Snapshot(ROOT, store, FakeBoard().once)
     assert snapshot.file(ROOT) is None
     assert snapshot.file(f"{ROOT}/default") is None
     assert not snapshot.is_directory(f"{ROOT}/commit_success.txt")
     assert not snapshot.is_directory(f"{ROOT}/none")
     with pytest.raises(FileNotFoundError, match="none does not exist"):
         snapshot.content(f"{ROOT}/none")
-    assert source.asked == [f"list {ROOT}"]
+    assert store.asked == [f"list {ROOT}"]
 
 
 def test_a_large_file_is_not_shared() -> None:
-    assert Snapshot(ROOT, FakeSource(), FakeBoard().once).content(f"{ROOT}/default/large") is None
+    assert Snapshot(ROOT, FakeStore(), FakeBoard().once).content(f"{ROOT}/default/large") is None
 
 
 @pytest.mark.parametrize(
@@ -81,15 +83,15 @@ def test_a_large_file_is_not_shared() -> None:
     [(ROOT, True), (f"{ROOT}/", True), (f"{ROOT}/default/d", True), (f"{ROOT}1", False), ("s3://bucket/run", False)],
 )
 def test_a_snapshot_covers_its_root_and_what_is_below(path: str, covered: bool) -> None:
-    assert Snapshot(ROOT, FakeSource(), FakeBoard().once).covers(path) is covered
+    assert Snapshot(ROOT, FakeStore(), FakeBoard().once).covers(path) is covered
 
 
 def test_an_error_of_the_store_is_asked_for_once_and_raised_by_all() -> None:
-    source, board = FakeSource(), FakeBoard()
+    store, board = FakeStore(), FakeBoard()
     for _ in range(2):
         with pytest.raises(DeniedError, match=f"{ROOT}/commit_success.txt: AccessDenied"):
-            Snapshot(ROOT, source, board.once).content(f"{ROOT}/commit_success.txt")
-    assert source.asked.count(f"read {ROOT}/commit_success.txt") == 1
+            Snapshot(ROOT, store, board.once).content(f"{ROOT}/commit_success.txt")
+    assert store.asked.count(f"read {ROOT}/commit_success.txt") == 1
 
 
 @pytest.mark.parametrize("answer", [None, 7, "text", {"files": {"a": [1, 2]}}, [{"shape": []}]])

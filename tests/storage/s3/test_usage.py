@@ -12,7 +12,7 @@ def test_the_difference_of_two_usages_is_what_happened_between() -> None:
 def test_a_counter_counts_metadata_apart_from_arrays() -> None:
     counter = RequestCounter()
     before = counter.usage()
-    counter.add_request()
-    counter.add_request()
-    counter.add_bytes(10)
+    counter.add(requests=1)
+    counter.add(requests=1)
+    counter.add(read=10)
     assert counter.usage() - before == Usage(metadata_requests=2, metadata_bytes=10)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from etils import epath
 
-from orbax_ext.storage.checkpoint import commits, folders
-from orbax_ext.storage.checkpoint.errors import UnfinishedError
+from orbax_ext.storage.checkpoint import folders, inspection
 from orbax_ext.storage.checkpoint.folders import Folder
+from orbax_ext.storage.checkpoint.inspection import UnfinishedError
 from orbax_ext.storage.checkpoint.records import step_number
 
 COMMIT = {"commit_success.txt": 10}
@@ -26,7 +26,7 @@ TIME = {"commit_timestamp_nsecs": 1}
 def test_a_complete_checkpoint_has_a_sign(
     path: str, files: dict[str, int], metadata: dict[str, Any], because: str
 ) -> None:
-    state = commits.check_committed(Folder(epath.Path(path), files, ()), metadata)
+    state = inspection.check_committed(Folder(epath.Path(path), files, ()), metadata)
     assert state.committed
     assert because in state.because
 
@@ -49,18 +49,18 @@ def test_an_unfinished_checkpoint_is_refused_with_the_reason(
 ) -> None:
     monkeypatch.setattr(folders, "list_folder", lambda parent: Folder(parent, {}, ()))
     with pytest.raises(UnfinishedError, match=because):
-        commits.check_committed(Folder(epath.Path(path), files, ()), metadata)
+        inspection.check_committed(Folder(epath.Path(path), files, ()), metadata)
 
 
 def test_an_item_is_committed_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "list_folder", lambda parent: Folder(parent, COMMIT, ()))
-    assert commits.commit_state(Folder(epath.Path("gs://bucket/run/12/default"), {}, ()), {}).committed
+    assert inspection.commit_state(Folder(epath.Path("gs://bucket/run/12/default"), {}, ()), {}).committed
 
 
 @pytest.mark.parametrize(("content", "metadata"), [("{", {}), ("[]", {}), ("", {}), ('{"a": 1}', {"a": 1})])
 def test_damaged_metadata_of_a_step_counts_as_none(tmp_path: epath.Path, content: str, metadata: Any) -> None:
     (tmp_path / "_CHECKPOINT_METADATA").write_text(content)
-    assert commits.step_metadata(folders.list_folder(epath.Path(tmp_path))) == metadata
+    assert inspection.step_metadata(folders.list_folder(epath.Path(tmp_path))) == metadata
 
 
 @pytest.mark.parametrize(
