@@ -17,7 +17,7 @@ from orbax_ext.placement import pieces
         (np.zeros(2, jax.numpy.bfloat16), True),
         (np.zeros(2, bool), True),
         (np.array(["a"]), False),
-        (np.array([object()]), False),
+        (np.array([None, 1], object), False),
         (np.array(["2020-01-01"], "datetime64[D]"), False),
         (3, False),
         (None, False),
