@@ -86,8 +86,7 @@ def require_same(caller: str, fingerprints: Iterable[LeafFingerprint], takes_par
         _raise_problems(caller, {process: sent["problems"] for process, sent in messages.items()}, session.hosts)
         compared = {process: sent for process, sent in sorted(messages.items()) if sent["takes_part"]}
         if len({sent["all"] for sent in compared.values()}) > 1:
-            longest = max(sent["leaves"] for sent in compared.values())
-            _raise_first_difference(caller, session, mine, digests, list(compared), longest)
+            _raise_first_difference(caller, session, mine, digests, compared)
 
 
 def _raise_problems(caller: str, problems: Mapping[int, Sequence[Sequence[str]]], hosts: Mapping[int, str]) -> None:
@@ -104,31 +103,20 @@ def _raise_problems(caller: str, problems: Mapping[int, Sequence[Sequence[str]]]
 
 
 def _raise_first_difference(
-    caller: str,
-    session: Session,
-    mine: Sequence[LeafFingerprint],
-    digests: Sequence[str],
-    compared: Sequence[int],
-    longest: int,
+    caller: str, session: Session, mine: Sequence[LeafFingerprint], digests: Sequence[str], compared: Mapping[int, Any]
 ) -> None:
     """Compares the leaves in steps; at the first step with differences, all processes describe those leaves."""
+    longest = max(sent["leaves"] for sent in compared.values())
+    absent = longest - len(mine)
+    digests_or_none = [*digests, *[None] * absent]
+    descriptions = [*((leaf.name, leaf.description) for leaf in mine), *[_NO_LEAF] * absent]
     for start in range(0, longest, _LEAVES_PER_MEETING):
-        window = range(start, min(start + _LEAVES_PER_MEETING, longest))
-        sent = session.meet("compare leaves", {"digests": [_at(digests, number) for number in window]})
-        columns = {number: {sent[process]["digests"][number - start] for process in compared} for number in window}
-        different = [number for number, column in columns.items() if len(column) > 1][:_SHOWN]
+        sent = session.meet("compare leaves", {"digests": digests_or_none[start : start + _LEAVES_PER_MEETING]})
+        columns = zip(*(sent[process]["digests"] for process in compared), strict=True)
+        different = [number for number, column in enumerate(columns, start) if len(set(column)) > 1][:_SHOWN]
         if different:
-            own = [_name_and_description(_at(mine, number)) for number in different]
-            described = session.meet("describe leaves", {"leaves": own})
+            described = session.meet("describe leaves", {"leaves": [descriptions[number] for number in different]})
             raise mismatch(caller, {process: described[process]["leaves"] for process in compared}, session.hosts)
-
-
-def _at(sequence: Sequence[Any], number: int) -> Any:
-    return sequence[number] if number < len(sequence) else None
-
-
-def _name_and_description(leaf: LeafFingerprint | None) -> tuple[str, str]:
-    return _NO_LEAF if leaf is None else (leaf.name, leaf.description)
 
 
 def mismatch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,11 +61,22 @@ def place(caller: str, name: str, leaf: Any, sharding: Sharding) -> jax.Array:
         # Wrapping and unwrapping whole keys changes only their type: no program runs.
         data = place(caller, name, jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    source = _Source(caller, name, leaf)
-    require_fit(caller, name, source.shape, sharding)
-    indices = sharding.addressable_devices_indices_map(source.shape)
-    pieces = [source.piece(device, index) for device, index in indices.items()]
-    return assemble(source.shape, source.dtype, sharding, pieces, weak_type=source.weak_type)
+    shape: specs.Shape = tuple(leaf.shape)
+    held: dict[Any, dict[Any, Any]] = {}  # by box and device, the parts that devices already hold
+    if isinstance(leaf, jax.Array):
+        _require_own_copy(caller, name, leaf)
+        for shard in leaf.addressable_shards:
+            held.setdefault(specs.box(shard.index, shape), {})[shard.device] = shard.data
+    require_fit(caller, name, shape, sharding)
+
+    def piece(device: Any, index: specs.Index) -> Any:
+        copies = held.get(specs.box(index, shape))
+        if copies:
+            return copies[device] if device in copies else next(iter(copies.values()))
+        return np.asarray(leaf)[index]  # JAX copies an array to the host once and keeps the copy
+
+    pieces = [piece(device, index) for device, index in sharding.addressable_devices_indices_map(shape).items()]
+    return assemble(shape, dtype_on_device(leaf), sharding, pieces, weak_type=getattr(leaf, "weak_type", False))
 
 
 def assemble(
@@ -81,8 +91,6 @@ def assemble(
 def host_copy(caller: str, name: str, leaf: Any) -> np.ndarray[Any, Any]:
     """Returns a leaf's values in this process's memory; for keys, their data."""
     refuse_tracer(caller, name, leaf)
-    if isinstance(leaf, PythonNumber):
-        return leaf.value
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if isinstance(data, jax.Array):
         _require_own_copy(caller, name, data)
@@ -116,47 +124,3 @@ def _require_own_copy(caller: str, name: str, leaf: jax.Array) -> None:
             f"{caller}: leaf {name} is spread over several processes; expected data of which process "
             f"{jax.process_index()} has a whole copy, found {leaf.sharding}. To move it use match_sharding."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class PythonNumber:
-    """A Python number as an array; its dtype is weak, as in JAX."""
-
-    value: np.ndarray[Any, Any]
-    weak_type: bool
-
-    @classmethod
-    def of(cls, number: complex) -> PythonNumber:
-        return cls(np.asarray(number), weak_type=not isinstance(number, bool))
-
-    @property
-    def shape(self) -> specs.Shape:
-        return ()
-
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
-
-
-class _Source:
-    """The process's own copy of a leaf, in shards that devices already hold or in host memory."""
-
-    def __init__(self, caller: str, name: str, leaf: Any) -> None:
-        self.shape: specs.Shape = tuple(leaf.shape)
-        self.dtype = dtype_on_device(leaf)
-        self.weak_type = bool(getattr(leaf, "weak_type", False))
-        self._leaf = leaf
-        self._shards: dict[Any, dict[Any, Any]] = {}
-        self._host: np.ndarray[Any, Any] | None = None
-        if isinstance(leaf, jax.Array):
-            _require_own_copy(caller, name, leaf)
-            for shard in leaf.addressable_shards:
-                self._shards.setdefault(specs.box(shard.index, self.shape), {})[shard.device] = shard.data
-
-    def piece(self, device: Any, index: specs.Index) -> Any:
-        held = self._shards.get(specs.box(index, self.shape))
-        if held:
-            return held[device] if device in held else next(iter(held.values()))
-        if self._host is None:
-            self._host = np.asarray(self._leaf)
-        return self._host[index]

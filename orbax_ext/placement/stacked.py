@@ -21,7 +21,9 @@ def stack(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     placed = _devices("stack", jax.local_devices() if devices is None else devices)
 
     def stacked(name: str, leaf: Any) -> Any:
-        return _rows("stack", name, [leaf] * len(placed), placed, "devices") if pieces.is_array(leaf) else leaf
+        if not pieces.is_array(leaf):
+            return leaf
+        return _rows("stack", name, [leaf] * len(placed), placed, "devices", _is_weak(leaf))
 
     return pieces.map_named(stacked, tree)
 
@@ -38,7 +40,7 @@ def unstack(tree: Any, *, check: bool = False) -> Any:
         _require_stacked(name, leaf)
     if check:
         agree.require_same("unstack", (_fingerprint(name, leaf) for name, leaf in arrays))
-    return pieces.map_named(lambda name, leaf: _first_row(leaf) if pieces.is_array(leaf) else leaf, tree)
+    return pieces.map_named(lambda name, leaf: _unstacked(leaf) if pieces.is_array(leaf) else leaf, tree)
 
 
 def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
@@ -50,7 +52,7 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
 
     def put(name: str, leaf: Any) -> jax.Array:
         rows = [_array_like("device_put_replicated", name, leaf)] * len(placed)
-        return _rows("device_put_replicated", name, rows, placed, "_device_put_replicated")
+        return _rows("device_put_replicated", name, rows, placed, "_device_put_replicated", _is_weak(leaf))
 
     return pieces.map_named(put, x)
 
@@ -78,7 +80,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
                 f"device_put_sharded: leaf {name}: expected shards of one shape and dtype, found {first} for device "
                 f"{at} and {second} for device {other}."
             )
-        return _rows("device_put_sharded", name, arrays, placed, "_device_put_sharded")
+        return _rows("device_put_sharded", name, arrays, placed, "_device_put_sharded", _is_weak(rows[0]))
 
     return pieces.map_named(put, shards[0], list(columns))
 
@@ -94,31 +96,27 @@ def _array_like(caller: str, name: str, leaf: Any) -> Any:
     if pieces.is_array(leaf):
         return leaf
     if isinstance(leaf, bool | int | float | complex):
-        return pieces.PythonNumber.of(leaf)
+        return np.asarray(leaf)
     raise TypeError(f"{caller}: leaf {name}: expected an array or a number, found {type(leaf).__name__}: {leaf!r}.")
 
 
-def _rows(caller: str, name: str, rows: Sequence[Any], devices: list[Any], axis: str) -> jax.Array:
+def _is_weak(leaf: Any) -> bool:
+    """Returns whether JAX lets other dtypes win over the leaf's: Python numbers are weak, booleans are not."""
+    return bool(getattr(leaf, "weak_type", not pieces.is_array(leaf) and not isinstance(leaf, bool)))
+
+
+def _rows(caller: str, name: str, rows: Sequence[Any], devices: list[Any], axis: str, weak_type: bool) -> jax.Array:
     """Returns a stacked array of these rows, one per device; only rows for this process's devices are used."""
-    first = rows[0]
+    first, here = rows[0], jax.process_index()
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), PartitionSpec(axis))
-    own = [pieces.host_copy(caller, name, row) for row, device in zip(rows, devices, strict=True) if _is_local(device)]
+    own = [row for row, device in zip(rows, devices, strict=True) if device.process_index == here]
+    parts = [pieces.host_copy(caller, name, row)[None] for row in own]
     if pieces.is_key(first):
         shape = (len(devices), *jax.random.key_data(first).shape)
-        data = pieces.assemble(shape, np.dtype(np.uint32), sharding, [row[None] for row in own])
+        data = pieces.assemble(shape, np.dtype(np.uint32), sharding, parts)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(first))
-    weak = bool(getattr(first, "weak_type", False))
-    return pieces.assemble(
-        (len(devices), *first.shape),
-        pieces.dtype_on_device(first),
-        sharding,
-        [row[None] for row in own],
-        weak_type=weak,
-    )
-
-
-def _is_local(device: Any) -> bool:
-    return bool(device.process_index == jax.process_index())
+    shape = (len(devices), *first.shape)
+    return pieces.assemble(shape, pieces.dtype_on_device(first), sharding, parts, weak_type=weak_type)
 
 
 def _require_stacked(name: str, leaf: Any) -> None:
@@ -139,20 +137,24 @@ def _data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if pieces.is_key(leaf) else leaf
 
 
-def _first_row(leaf: Any) -> Any:
+def _unstacked(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf[0]
     if pieces.is_key(leaf):
-        return jax.random.wrap_key_data(_first_row(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-    shape, target = leaf.shape[1:], _sharding_of_row(leaf)
-    rows: dict[Any, Any] = {}
-    for shard in leaf.addressable_shards:
+        return jax.random.wrap_key_data(_unstacked(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    return first_row(leaf, _sharding_of_row(leaf))
+
+
+def first_row(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns a stacked array's row with this sharding, from the first of the rows that this process has."""
+    shape = array.shape[1:]
+    rows: dict[Any, Any] = {}  # or parts of rows, by box
+    for shard in array.addressable_shards:
         part = specs.box(shard.index[1:], shape)
         if part not in rows:
             rows[part] = np.asarray(shard.data)[0]
-    indices = target.addressable_devices_indices_map(shape).values()
-    own = [rows[specs.box(index, shape)] for index in indices]
-    return pieces.assemble(shape, leaf.dtype, target, own, weak_type=leaf.weak_type)
+    own = [rows[specs.box(index, shape)] for index in sharding.addressable_devices_indices_map(shape).values()]
+    return pieces.assemble(shape, array.dtype, sharding, own, weak_type=array.weak_type)
 
 
 def _sharding_of_row(leaf: jax.Array) -> Sharding:

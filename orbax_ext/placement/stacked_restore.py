@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import text as text_lib
-from orbax_ext.placement import pieces, specs
+from orbax_ext.placement import pieces, specs, stacked
 from orbax_ext.upstream.array_handler import saved_arrays
 
 Shape = tuple[int, ...]
@@ -92,19 +92,13 @@ class StackConversion:
         """Returns the restored leaf with the shape and sharding asked for."""
         if pieces.is_key(array):
             return jax.random.wrap_key_data(self.convert(jax.random.key_data(array)), impl=jax.random.key_impl(array))
-        return self._unstacked(array) if self.stacked_in_checkpoint else self._stacked(array)
-
-    def _unstacked(self, array: jax.Array) -> jax.Array:
-        shape = array.shape[1:]
-        by_box = {specs.box(s.index[1:], shape): np.asarray(s.data)[0] for s in array.addressable_shards}
-        parts = [by_box[specs.box(index, shape)] for index in _indices(self.sharding, shape)]
-        return pieces.assemble(shape, array.dtype, self.sharding, parts)
-
-    def _stacked(self, array: jax.Array) -> jax.Array:
+        if self.stacked_in_checkpoint:
+            return stacked.first_row(array, self.sharding)
         shape = (self.shape[0], *array.shape)
         rows = self.sharding.shard_shape(shape)[0]
         by_box = {specs.box(s.index, array.shape): np.asarray(s.data) for s in array.addressable_shards}
-        rows_here = [by_box[specs.box(index[1:], array.shape)] for index in _indices(self.sharding, shape)]
+        indices = self.sharding.addressable_devices_indices_map(shape).values()
+        rows_here = [by_box[specs.box(index[1:], array.shape)] for index in indices]
         parts = [np.broadcast_to(row, (rows, *row.shape)) for row in rows_here]
         return pieces.assemble(shape, array.dtype, self.sharding, parts)
 
@@ -189,7 +183,3 @@ def _with_spec(sharding: Any, spec: tuple[Any, ...]) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
-
-
-def _indices(sharding: Any, shape: Shape) -> list[specs.Index]:
-    return list(sharding.addressable_devices_indices_map(shape).values())

@@ -21,7 +21,7 @@ from orbax_ext.plan import RestorePlan, Traffic, traffic_by_group
 from orbax_ext.redact import redact
 from orbax_ext.report import events
 from orbax_ext.report.process_report import DAMAGE, ProcessReport
-from orbax_ext.report.recorder import PlannedRestore, Recorder
+from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.report import RestoreReport, publish
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import s3
@@ -79,10 +79,11 @@ def make_report(recorder: Recorder, error: str) -> RestoreReport:
 
 def make_process_report(recorder: Recorder) -> ProcessReport:
     """Returns what this process has done so far."""
-    process, usage = jax.process_index(), s3.restore_usage()
-    moved = _moved(recorder.plan, process)
+    process, usage, planned = jax.process_index(), s3.restore_usage(), recorder.plan
+    moved = traffic_by_group(planned.plan, planned.meshes, process) if planned else []
     spans = sorted((_with_bytes(span, moved) for span in recorder.spans), key=lambda span: span.start)
-    report = ProcessReport(
+    memory = [device.memory_stats() or {} for device in jax.local_devices()]
+    return ProcessReport(
         process=process,
         host=socket.gethostname(),
         started=recorder.started,
@@ -93,10 +94,9 @@ def make_process_report(recorder: Recorder) -> ProcessReport:
         bytes_received=sum(group.received for group in moved),
         bytes_sent=sum(group.sent for group in moved),
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        device_peak_bytes=max((_device_peak(device) for device in jax.local_devices()), default=0),
+        device_peak_bytes=max((int(stats.get("peak_bytes_in_use", 0)) for stats in memory), default=0),
         s3=dataclasses.asdict(usage),
-    )
-    return report.shortened(_MOST_SPANS)
+    ).shortened(_MOST_SPANS)
 
 
 def strategies(plan: RestorePlan) -> dict[str, str]:
@@ -141,17 +141,8 @@ def unpack_others(packed: Mapping[int, str], process: int) -> dict[int, ProcessR
     return reports
 
 
-def _moved(planned: PlannedRestore | None, process: int) -> Sequence[Traffic]:
-    """Returns the bytes that a process reads, receives and sends for each group of the plan."""
-    return [] if planned is None else traffic_by_group(planned.plan, planned.meshes, process)
-
-
 def _with_bytes(span: Span, moved: Sequence[Traffic]) -> Span:
     if span.group is None or span.group >= len(moved):
         return span
     group = moved[span.group]
     return dataclasses.replace(span, bytes=group.brought if span.phase == "read" else group.received)
-
-
-def _device_peak(device: jax.Device) -> int:
-    return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))

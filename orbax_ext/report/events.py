@@ -6,10 +6,7 @@ import jax
 
 from orbax_ext.report.report import RestoreReport
 
-_ORBAX_EVENTS = {
-    "read": "primary_replica_deserialization_duration_secs",
-    "exchange": "broadcast_duration_secs",
-}
+_ORBAX_EVENTS = {"read": "primary_replica_deserialization_duration_secs", "exchange": "broadcast_duration_secs"}
 
 
 def record(report: RestoreReport) -> None:

@@ -36,10 +36,11 @@ def page_data(report: RestoreReport) -> dict[str, Any]:
     waits = timeline.most_waited_for(lanes)
     waited_for = {wait.process: wait.seconds for wait in waits}
     table = ProcessTable(report.members.values())
+    started = min(member.started for member in report.members.values())
     outcome = "Failed restore" if report.error else "Restore"
     return {
         "title": f"{outcome} of {text_lib.count(report.leaves, 'leaf')} on {report.scope}: {text_lib.seconds(total)}",
-        "when": _when(min(member.started for member in report.members.values())),
+        "when": f"began {datetime.datetime.fromtimestamp(started, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
         "error": report.error[:_MOST_ERROR],
         "figures": _figures(report, total),
         "total": total,
@@ -108,7 +109,3 @@ def _strategies(report: RestoreReport) -> list[tuple[str, str, str]]:
     """Returns a row for each strategy: how many leaves, the strategy and why, some names."""
     by_strategy = sorted(names_by_value(report.strategy).items(), key=lambda item: -len(item[1]))
     return [(str(len(names)), strategy, text_lib.listing(names, _MOST_NAMES)) for strategy, names in by_strategy]
-
-
-def _when(started: float) -> str:
-    return datetime.datetime.fromtimestamp(started, datetime.UTC).strftime("began %Y-%m-%d %H:%M:%S UTC")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_ext.report.spans import Span, longest
+from orbax_ext.report.spans import Span, longest, waits_by_process
 
 # What reading damaged data can raise: JSON that is nested too deep or has an infinite number, a field that is absent or
 # of another type.
@@ -38,11 +38,7 @@ class ProcessReport:
     @property
     def waits(self) -> dict[int, float]:
         """Seconds that this process waited at meetings for each process that came later, the longest first."""
-        seconds: dict[int, float] = {}
-        for span in self.spans:
-            if span.waited_for is not None and span.waited_for != self.process:
-                seconds[span.waited_for] = seconds.get(span.waited_for, 0.0) + span.seconds
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+        return waits_by_process(self.process, self.spans)
 
     def shortened(self, most: int) -> ProcessReport:
         """Returns the report with its `most` longest spans and the number of those left out."""
@@ -51,12 +47,8 @@ class ProcessReport:
         return dataclasses.replace(self, spans=kept, spans_left_out=left_out)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            **fields,
-            "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
-            "spans": [span.to_dict() for span in self.spans],
-        }
+        seconds = {phase: round(seconds, 6) for phase, seconds in self.seconds.items()}
+        return {**vars(self), "seconds": seconds, "spans": [span.to_dict() for span in self.spans]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProcessReport:
@@ -67,17 +59,5 @@ class ProcessReport:
             seconds={str(phase): float(seconds) for phase, seconds in data["seconds"].items()},
             spans=tuple(Span.from_dict(span) for span in data["spans"]),
             s3={str(name): int(count) for name, count in data["s3"].items()},
-            **{name: int(data[name]) for name in _NUMBERS},
+            **{field.name: int(data[field.name]) for field in dataclasses.fields(cls) if field.type == "int"},
         )
-
-
-_NUMBERS = (
-    "process",
-    "spans_left_out",
-    "bytes_read",
-    "requests",
-    "bytes_received",
-    "bytes_sent",
-    "host_peak_bytes",
-    "device_peak_bytes",
-)

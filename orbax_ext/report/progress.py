@@ -6,12 +6,12 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
 
 import jax
 from absl import logging
@@ -84,13 +84,6 @@ class Tracker:
         return ProgressSnapshot(phase, done, total, rate, _slowest(read, hosts))
 
 
-class Display(Protocol):
-    """Where progress is shown."""
-
-    def show(self, snapshot: ProgressSnapshot) -> None: ...
-    def close(self) -> None: ...
-
-
 class Bar:
     """A bar in a terminal."""
 
@@ -103,21 +96,15 @@ class Bar:
             progress.TextColumn("{task.fields[figures]}"),
         )
         self._progress = progress.Progress(*columns, console=console.Console(stderr=True), auto_refresh=False)
-        self._task: Any = None
+        self._task = self._progress.add_task("", figures="")
 
     def show(self, snapshot: ProgressSnapshot) -> None:
-        figures = "  ".join(snapshot.figures)
-        if self._task is None:
-            self._task = self._progress.add_task(snapshot.phase, total=snapshot.total, figures=figures)
-            self._progress.start()
+        figures, total = "  ".join(snapshot.figures), max(1, snapshot.total)
         self._progress.update(
-            self._task,
-            description=snapshot.phase,
-            completed=snapshot.done,
-            total=max(1, snapshot.total),
-            figures=figures,
-            refresh=True,
+            self._task, description=snapshot.phase, completed=snapshot.done, total=total, figures=figures
         )
+        self._progress.start()  # once it has something to show; later calls do nothing
+        self._progress.refresh()
 
     def close(self) -> None:
         self._progress.stop()
@@ -141,59 +128,47 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
         return
     in_terminal, watcher = _can_show_bar(), _Watcher(recorder)
     loop = asyncio.get_running_loop()
-    displays: list[Display] = []  # made at the first tick: a short restore shows nothing
+    displays: list[Bar | LogLines] = []  # made at the first tick: a short restore shows nothing
+    with contextlib.ExitStack() as stack:
 
-    def tick(*, finished: bool = False) -> None:
-        if loop.is_closed():  # a KeyboardInterrupt closes it without leaving the block (Orbax 0.12.0 and later)
-            _close(displays)
-            raise StopTicking
-        planned = recorder.plan
-        if planned is not None:
-            if not displays:
-                displays.append(Bar() if in_terminal else LogLines())
-            displays[0].show(watcher.look(planned, finished))
+        def tick(*, finished: bool = False) -> None:
+            if loop.is_closed():  # a KeyboardInterrupt closes it without leaving the block (Orbax 0.12.0 and later)
+                stack.close()
+                raise StopTicking
+            planned = recorder.plan
+            if planned is not None:
+                if not displays:
+                    displays.append(Bar() if in_terminal else LogLines())
+                    stack.callback(displays[0].close)
+                displays[0].show(watcher.look(planned, finished))
 
-    try:
         with Ticker(tick, _BAR_EVERY if in_terminal else _LOG_EVERY):
             yield
         if displays:
             tick(finished=True)
-    finally:
-        _close(displays)
 
 
 class _Watcher:
     """Reads from a recorder how far its restore is."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._tracker = Tracker()
-        self._counted: tuple[PlannedRestore, int] | None = None  # the plan and the number of processes in `_bytes`
-        self._bytes: Mapping[int | None, int] = {}
+        self._recorder, self._tracker = recorder, Tracker()
+        self._bytes_by_group = functools.lru_cache(maxsize=1)(_bytes_by_group)  # slow if there are many leaves
 
     def look(self, planned: PlannedRestore, finished: bool) -> ProgressSnapshot:
         """Returns a snapshot; if `finished`, all groups that were begun count as read."""
-        session = self._recorder.session
-        self._count(planned, 1 if session is None else jax.process_count())
-        begun = self._recorder.groups_begun | self._recorder.groups_read
-        bounds = self._sum(begun if finished else self._recorder.groups_read), self._sum(begun)
-        now, total, read = time.monotonic(), sum(self._bytes.values()), {0: self._recorder.bytes_read()}
+        recorder, session = self._recorder, self._recorder.session
+        bytes_by_group = self._bytes_by_group(planned, 1 if session is None else jax.process_count())
+        begun = recorder.groups_begun | recorder.groups_read
+        passed = begun if finished else recorder.groups_read
+        least, most = (sum(bytes_by_group.get(group, 0) for group in groups) for groups in (passed, begun))
+        now, total, read = time.monotonic(), sum(bytes_by_group.values()), {0: recorder.bytes_read()}
         if session is None:
-            return self._tracker.look(now, "read", total, bounds, read, {})
-        return self._tracker.look(now, session.phase, total, bounds, session.bytes_done() | read, session.hosts)
-
-    def _count(self, planned: PlannedRestore, processes: int) -> None:
-        """Counts the bytes of each group once for each plan: that takes long if there are many leaves."""
-        if self._counted is None or self._counted[0] is not planned or self._counted[1] != processes:
-            self._bytes = _bytes_by_group(planned, processes)
-            self._counted = planned, processes
-
-    def _sum(self, groups: Iterable[int | None]) -> int:
-        return sum(self._bytes.get(group, 0) for group in groups)
+            return self._tracker.look(now, "read", total, (least, most), read, {})
+        return self._tracker.look(now, session.phase, total, (least, most), session.bytes_done() | read, session.hosts)
 
 
 def _bytes_by_group(planned: PlannedRestore, processes: int) -> Mapping[int | None, int]:
-    """Returns the bytes that all processes read for each group and, under None, for leaves that are read directly."""
     return bytes_by_step(planned.plan, planned.meshes, processes)
 
 
@@ -205,12 +180,6 @@ def _slowest(read: Mapping[int, int], hosts: Mapping[int, str]) -> str:
     return f"{text.process(process, hosts)} with {text.size(readers[process])}"
 
 
-def _close(displays: list[Display]) -> None:
-    while displays:
-        displays.pop().close()
-
-
 def _can_show_bar() -> bool:
-    if not sys.stderr.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
-        return False
-    return importlib.util.find_spec("rich") is not None
+    terminal = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    return terminal and importlib.util.find_spec("rich") is not None

@@ -20,7 +20,7 @@ from orbax_ext.storage import counters
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: to compare all leaves takes long
 class PlannedRestore:
     """What a restore is going to do."""
 
@@ -38,16 +38,15 @@ class Recorder:
         self._bytes_before = counters.bytes_read()
         self._requests_before = counters.requests()
         self._spans: list[Span] = []
-        self._plan: PlannedRestore | None = None
-        self._session: Session | None = None
-        self._groups_begun: set[int | None] = set()
-        self._groups_read: set[int | None] = set()
+        self._phases_begun: list[tuple[str, int | None]] = []  # the phase and group of all spans, finished or not
         self._other_reports: dict[int, ProcessReport] = {}
+        self.plan: PlannedRestore | None = None  # the latest
+        self.session: Session | None = None  # of all processes; None if this process restores alone so far
 
     @property
     def started(self) -> float:
         """When this restore began, in seconds since the epoch by process 0's clock, as far as the offset is known."""
-        return self._started - (0.0 if self._session is None else self._session.clock_offset)
+        return self._started - (0.0 if self.session is None else self.session.clock_offset)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -55,24 +54,14 @@ class Recorder:
         return tuple(self._spans)
 
     @property
-    def plan(self) -> PlannedRestore | None:
-        """The latest plan, or None before there is one."""
-        return self._plan
-
-    @property
-    def session(self) -> Session | None:
-        """The session in which all processes restore together, or None if this process restores alone so far."""
-        return self._session
-
-    @property
     def groups_begun(self) -> frozenset[int | None]:
         """Groups that this process has begun to read; None stands for the leaves that are read directly."""
-        return frozenset(self._groups_begun)
+        return frozenset(group for phase, group in self._phases_begun if phase == "read")
 
     @property
     def groups_read(self) -> frozenset[int | None]:
         """Groups that all processes have read: their exchange has begun."""
-        return frozenset(self._groups_read)
+        return frozenset(group for phase, group in self._phases_begun if phase == "exchange")
 
     @property
     def other_reports(self) -> dict[int, ProcessReport]:
@@ -89,11 +78,11 @@ class Recorder:
 
     def attach(self, session: Session) -> None:
         """Notes the session, which knows how far the other processes are and how far apart the clocks are."""
-        self._session = session
+        self.session = session
 
     def planned(self, leaves: int, meshes: tuple[MeshInfo, ...], plan: RestorePlan) -> None:
         """Notes what was decided; replaces an earlier plan."""
-        self._plan = PlannedRestore(leaves, meshes, plan)
+        self.plan = PlannedRestore(leaves, meshes, plan)
 
     def add_reports(self, reports: Mapping[int, ProcessReport]) -> None:
         """Keeps the reports that other processes have sent to process 0."""
@@ -103,10 +92,7 @@ class Recorder:
     def span(self, phase: str, *, group: int | None = None) -> Iterator[None]:
         """Records how long a `with` block takes, and shows it in JAX profiles."""
         start = self._now()
-        if phase == "read":
-            self._groups_begun.add(group)
-        elif phase == "exchange":
-            self._groups_read.add(group)
+        self._phases_begun.append((phase, group))
         try:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield

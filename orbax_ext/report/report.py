@@ -57,9 +57,8 @@ class RestoreReport:
         return text_lib.count(self.processes, "process")
 
     def to_json(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         members = [member.to_dict() for _, member in sorted(self.members.items())]
-        return json.dumps({"orbax_ext_report": FORMAT, **fields, "members": members})
+        return json.dumps({"orbax_ext_report": FORMAT, **vars(self), "members": members})
 
     @classmethod
     def from_json(cls, text: str) -> RestoreReport:
@@ -68,22 +67,18 @@ class RestoreReport:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not a report of orbax_ext: not JSON ({error})") from None
-        if not isinstance(data, dict) or data.get("orbax_ext_report") != FORMAT:
-            found = data.get("orbax_ext_report", "nothing") if isinstance(data, dict) else type(data).__name__
+        found = data.get("orbax_ext_report", "nothing") if isinstance(data, dict) else type(data).__name__
+        if found != FORMAT:
             raise ValueError(
                 f"not a report of orbax_ext in format {FORMAT}: found {found!r} under 'orbax_ext_report'. "
                 "Write one with last_report().to_json()."
             )
         try:
-            members = [ProcessReport.from_dict(member) for member in data["members"]]
             return cls(
-                int(data["process"]),
-                int(data["processes"]),
-                {member.process: member for member in members},
-                int(data["leaves"]),
-                int(data["groups"]),
-                {str(name): str(strategy) for name, strategy in data["strategy"].items()},
-                str(data["error"]),
+                members={member.process: member for member in map(ProcessReport.from_dict, data["members"])},
+                strategy={str(name): str(strategy) for name, strategy in data["strategy"].items()},
+                error=str(data["error"]),
+                **{field.name: int(data[field.name]) for field in dataclasses.fields(cls) if field.type == "int"},
             )
         except DAMAGE as error:
             raise ValueError(f"a damaged report of orbax_ext: {type(error).__name__}: {error}") from None

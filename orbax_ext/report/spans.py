@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_TYPES: Any = {"phase": str, "start": float, "end": float, "group": int, "bytes": int, "waited_for": int, "note": str}
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -30,28 +32,21 @@ class Span:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data, without the fields that are not set."""
-        data: dict[str, Any] = {"phase": self.phase, "start": round(self.start, 6), "end": round(self.end, 6)}
-        if self.group is not None:
-            data["group"] = self.group
-        if self.bytes:
-            data["bytes"] = self.bytes
-        if self.waited_for is not None:
-            data["waited_for"] = self.waited_for
-        if self.note:
-            data["note"] = self.note
-        return data
+        data = {**vars(self), "start": round(self.start, 6), "end": round(self.end, 6)}
+        return {field.name: data[field.name] for field in dataclasses.fields(self) if data[field.name] != field.default}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Span:
-        return cls(
-            str(data["phase"]),
-            float(data["start"]),
-            float(data["end"]),
-            _int_or_none(data.get("group")),
-            int(data.get("bytes", 0)),
-            _int_or_none(data.get("waited_for")),
-            str(data.get("note", "")),
-        )
+        return cls(**{name: make(data[name]) for name, make in _TYPES.items() if data.get(name) is not None})
+
+
+def waits_by_process(process: int, spans: Iterable[Span]) -> dict[int, float]:
+    """Returns how long a process waited at meetings for each other process that came last, the longest first."""
+    seconds: dict[int, float] = {}
+    for span in spans:
+        if span.waited_for is not None and span.waited_for != process:
+            seconds[span.waited_for] = seconds.get(span.waited_for, 0.0) + span.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
@@ -70,7 +65,3 @@ def longest(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
     ordered = sorted(spans, key=lambda span: span.start)
     kept = sorted(range(len(ordered)), key=lambda number: -ordered[number].seconds)[:most]
     return tuple(ordered[number] for number in sorted(kept))
-
-
-def _int_or_none(value: Any) -> int | None:
-    return None if value is None else int(value)

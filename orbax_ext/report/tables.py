@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,16 +10,16 @@ from orbax_ext.report.process_report import ProcessReport
 
 _MOST_ROWS = 16  # with more processes, a table has the least, the median and the most of each column instead
 _PHASES = ("read", "exchange", "wait", "compile", "connect", "verify")
+# The columns after the phases: the title, the attribute of a ProcessReport, and the attribute's value as text.
+_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "total s": ("total_seconds", "{:.2f}".format),
+    "bytes read": ("bytes_read", text.size),
+    "requests": ("requests", "{:.0f}".format),
+    "received": ("bytes_received", text.size),
+    "sent": ("bytes_sent", text.size),
+    "peak memory": ("host_peak_bytes", text.size),
+}
 _SUMMARIES: Mapping[str, Callable[[Iterable[float]], float]] = {"least": min, "median": statistics.median, "most": max}
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A figure of each process: its title, its value and the value as text."""
-
-    title: str
-    value: Callable[[ProcessReport], float]
-    shown: Callable[[float], str]
 
 
 class ProcessTable:
@@ -28,35 +27,27 @@ class ProcessTable:
 
     def __init__(self, members: Iterable[ProcessReport]) -> None:
         self._members = sorted(members, key=lambda member: member.process)
-        phases = [phase for phase in _PHASES if any(phase in member.seconds for member in self._members)]
-        self._columns = (
-            *(Column(f"{phase} s", _seconds_in(phase), "{:.2f}".format) for phase in phases),
-            Column("total s", lambda member: member.total_seconds, "{:.2f}".format),
-            Column("bytes read", lambda member: member.bytes_read, text.size),
-            Column("requests", lambda member: member.requests, "{:.0f}".format),
-            Column("received", lambda member: member.bytes_received, text.size),
-            Column("sent", lambda member: member.bytes_sent, text.size),
-            Column("peak memory", lambda member: member.host_peak_bytes, text.size),
-        )
-
-    @property
-    def head(self) -> list[str]:
-        return ["process", *(column.title for column in self._columns), "waited most for"]
+        self._phases = [phase for phase in _PHASES if any(phase in member.seconds for member in self._members)]
+        self.head = ["process", *(f"{phase} s" for phase in self._phases), *_FIGURES, "waited most for"]
 
     def row(self, member: ProcessReport) -> list[str]:
-        figures = [column.shown(column.value(member)) for column in self._columns]
-        return [str(member.process), *figures, _waited_most_for(member)]
+        return [str(member.process), *self._shown(self._figures(member)), _waited_most_for(member)]
 
     def __str__(self) -> str:
-        rows = [*map(self.row, self._members)] if len(self._members) <= _MOST_ROWS else self._summary()
+        if len(self._members) <= _MOST_ROWS:
+            rows = [self.row(member) for member in self._members]
+        else:
+            columns = [*zip(*map(self._figures, self._members), strict=True)]
+            rows = [[name, *self._shown(map(choose, columns)), ""] for name, choose in _SUMMARIES.items()]
         return text.table(self.head, rows, right=range(len(self.head)), indent="")
 
-    def _summary(self) -> list[list[str]]:
-        values = [[column.value(member) for member in self._members] for column in self._columns]
-        return [
-            [name, *(column.shown(choose(of)) for column, of in zip(self._columns, values, strict=True)), ""]
-            for name, choose in _SUMMARIES.items()
-        ]
+    def _figures(self, member: ProcessReport) -> list[float]:
+        seconds = [member.seconds.get(phase, 0.0) for phase in self._phases]
+        return [*seconds, *(getattr(member, name) for name, _ in _FIGURES.values())]
+
+    def _shown(self, figures: Iterable[float]) -> list[str]:
+        formats = [*(["{:.2f}".format] * len(self._phases)), *(shown for _, shown in _FIGURES.values())]
+        return [shown(figure) for shown, figure in zip(formats, figures, strict=True)]
 
 
 def names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
@@ -78,12 +69,5 @@ def s3_usage(counts: Mapping[str, int]) -> str:
     return f"{text.count(requests, 'request')}, {text.size(counts['metadata_bytes'] + counts['array_bytes'])}"
 
 
-def _seconds_in(phase: str) -> Callable[[ProcessReport], float]:
-    return lambda member: member.seconds.get(phase, 0.0)
-
-
 def _waited_most_for(member: ProcessReport) -> str:
-    if not member.waits:
-        return "-"
-    process, seconds = next(iter(member.waits.items()))
-    return f"{process} ({text.seconds(seconds)})"
+    return next((f"{process} ({text.seconds(seconds)})" for process, seconds in member.waits.items()), "-")

@@ -8,7 +8,7 @@ from typing import Any
 
 from orbax_ext import text
 from orbax_ext.report.report import RestoreReport
-from orbax_ext.report.spans import Span
+from orbax_ext.report.spans import Span, waits_by_process
 
 Lanes = Mapping[int, tuple[Span, ...]]  # by process; times count from the moment when the first process began
 
@@ -39,23 +39,22 @@ class WaitedFor:
 def make_lanes(report: RestoreReport) -> Lanes:
     """Returns the spans of each process, with their times on one clock."""
     began = min(member.started for member in report.members.values())
-    return {
-        process: tuple(_shifted(span, member.started - began) for span in sorted(member.spans, key=_start))
-        for process, member in sorted(report.members.items())
-    }
+    lanes = {}
+    for process, member in sorted(report.members.items()):
+        late = member.started - began
+        spans = [dataclasses.replace(span, start=span.start + late, end=span.end + late) for span in member.spans]
+        lanes[process] = tuple(sorted(spans, key=lambda span: span.start))
+    return lanes
 
 
 def most_waited_for(lanes: Lanes) -> list[WaitedFor]:
     """Returns the processes that others waited for, those that cost most first."""
-    seconds: dict[int, float] = {}
-    waiters: dict[int, set[int]] = {}
+    waits: dict[int, list[float]] = {}  # by the process that came last, the seconds of each process that waited
     for process, spans in lanes.items():
-        for span in spans:
-            if span.waited_for is not None and span.waited_for != process:
-                seconds[span.waited_for] = seconds.get(span.waited_for, 0.0) + span.seconds
-                waiters.setdefault(span.waited_for, set()).add(process)
-    waits = [WaitedFor(process, total, len(waiters[process])) for process, total in seconds.items()]
-    return sorted(waits, key=lambda wait: (-wait.seconds, wait.process))
+        for last, seconds in waits_by_process(process, spans).items():
+            waits.setdefault(last, []).append(seconds)
+    totals = [WaitedFor(last, sum(seconds), len(seconds)) for last, seconds in waits.items()]
+    return sorted(totals, key=lambda wait: (-wait.seconds, wait.process))
 
 
 def critical_path(lanes: Lanes) -> list[PathStep]:
@@ -97,8 +96,7 @@ def trace_events(report: RestoreReport) -> dict[str, Any]:
             {"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": name}}
             for tid, name in enumerate(("work", "exchange"))
         ]
-        for number, span in enumerate(spans):
-            events.append(_event(process, span, (process, number) in critical))
+        events += [_event(process, span, (process, number) in critical) for number, span in enumerate(spans)]
     return {"traceEvents": [*events, *_arrows(lanes)], "displayTimeUnit": "ms"}
 
 
@@ -129,14 +127,6 @@ def _arrows(lanes: Lanes) -> Iterator[dict[str, Any]]:
             arrival = max(span.start, _arrival(lanes[last], span, span.end))
             yield {**common, "ph": "s", "pid": last, "ts": _microseconds(arrival)}
             yield {**common, "ph": "f", "bp": "e", "pid": process, "ts": _microseconds(span.end)}
-
-
-def _start(span: Span) -> float:
-    return span.start
-
-
-def _shifted(span: Span, by: float) -> Span:
-    return dataclasses.replace(span, start=span.start + by, end=span.end + by)
 
 
 def _latest(spans: Sequence[Span], at: float) -> int | None:
