@@ -101,10 +101,10 @@ def who_travels(
 
 def by_replicas(groups: Iterable[Group]) -> dict[tuple[int, tuple[str, ...]], list[Group]]:
     """Returns the groups by (mesh, replica axes)."""
-    alike: dict[tuple[int, tuple[str, ...]], list[Group]] = defaultdict(list)
+    by_kind: dict[tuple[int, tuple[str, ...]], list[Group]] = defaultdict(list)
     for group in groups:
-        alike[group.mesh, group.axes].append(group)
-    return alike
+        by_kind[group.mesh, group.axes].append(group)
+    return by_kind
 
 
 def largest_lane_batch(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> int:

@@ -97,8 +97,10 @@ def test_the_picture_shows_the_bytes_of_every_process(
     names = ["spread", "single", "direct"]
     for column, key in enumerate(["read_by_process", "received_by_process"]):
         drawn = [pair[column] for pair in heights]
-        told = [value for name in names for value in found["strategies"][name][key]]
-        assert [round(height / max(drawn), 2) for height in drawn] == [round(value / max(told), 2) for value in told]
+        expected = [value for name in names for value in found["strategies"][name][key]]
+        assert [round(height / max(drawn), 2) for height in drawn] == [
+            round(value / max(expected), 2) for value in expected
+        ]
 
 
 def test_a_state_that_does_not_fit_is_a_bad_verdict(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,7 @@ def test_a_state_that_does_not_fit_is_a_bad_verdict(model: pathlib.Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--mesh", "dp=4,tp=8", "--processes", "3"], "32 devices of the mesh do not divide over 3 processes"),
         (["--mesh", "dp:4", "--processes", "4"], "as in pp=1,dp=4,tp=8"),
@@ -118,13 +120,13 @@ def test_a_state_that_does_not_fit_is_a_bad_verdict(model: pathlib.Path, capsys:
     ],
 )
 def test_what_can_not_be_planned_is_told_in_one_line(
-    args: list[str], told: str, model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "--shapes", str(model), *(word.format(tmp=tmp_path) for word in args)]
     assert main.main(words) == exits.EXIT_CANNOT_RUN
     out, err = capsys.readouterr()
     assert out == ""
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 

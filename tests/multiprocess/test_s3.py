@@ -48,8 +48,8 @@ def test_four_new_processes_restore_what_four_others_saved(job: lab.Cluster, sav
 
 def test_check_rehearses_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
     del proxy
-    facts = job.run(rehearsal.rehearse, CheckRequest(saved))
-    assert [verdict.line(each).startswith("verdict: OK") for each in facts] == [True] * 4, facts[0].error
+    results = job.run(rehearsal.rehearse, CheckRequest(saved))
+    assert [verdict.line(result).startswith("verdict: OK") for result in results] == [True] * 4, results[0].error
 
 
 def test_each_piece_of_metadata_is_read_by_one_process(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
