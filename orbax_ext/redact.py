@@ -12,7 +12,7 @@ _PATTERNS = (
     (re.compile(r"(?<=://)[^/\s@]+@"), "<credentials>@"),  # https://user:password@host
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "<access key>"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), r"\1 <token>"),
-    (re.compile(r"(?i)\b(x-amz-(?:signature|credential|security-token)=)[^&\s]+"), r"\1<hidden>"),
+    (re.compile(r"(?i)(x-amz-(?:signature|credential|security-token)=)[^&\s]+"), r"\1<hidden>"),
 )
 
 
