@@ -7,6 +7,6 @@ No other room imports a private module of theirs or touches a private attribute.
     v1_contexts.py    Contexts of Orbax's v1 API: their array handler, and our knobs on them
     object_stores.py  a new URL scheme for Orbax and etils
     defects.py        known defects of Orbax's single-replica restore, as data
-    probes.py         finds which of them the installed Orbax has
+    probes.py         finds which of them the installed Orbax has; probing.py runs it in a process
     patching.py       reads and applies the patches that fix them
 """

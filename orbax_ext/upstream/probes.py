@@ -1,7 +1,6 @@
 """Finds which defects the installed Orbax has, in seconds, by restoring small arrays with its own handler.
 
-The probes run in a separate process with two CPU devices, one per replica, so that the caller's devices, mesh and
-registered handlers do not matter. JAX and Orbax are imported only there: `orbax-ext doctor` starts without them.
+`probing.run` runs this module in a separate process.
 """
 
 from __future__ import annotations
@@ -9,31 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_RESULT = "orbax_ext.upstream.probes: "
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import type_handlers
 
-
-def run(names: list[str], limit: float = 240.0) -> dict[str, bool | str]:
-    """Returns for each named probe whether it found its defect, or the reason why it could not tell."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    env.pop("XLA_FLAGS", None)  # may set another number of devices
-    command = [sys.executable, "-m", "orbax_ext.upstream.probes", *names]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(names, f"no answer within {limit:.0f} s")
-    for line in done.stdout.splitlines():
-        if line.startswith(_RESULT):
-            results: dict[str, bool | str] = json.loads(line.removeprefix(_RESULT))
-            return results
-    reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    return dict.fromkeys(names, f"the probing process ended with {done.returncode}: {reason}")
+from orbax_ext.upstream.probing import RESULT
 
 
 def main(names: list[str]) -> None:
@@ -45,13 +31,10 @@ def main(names: list[str]) -> None:
                 results[name] = PROBES[name](directory)
             except Exception as error:
                 results[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(_RESULT + json.dumps(results), flush=True)
+    print(RESULT + json.dumps(results), flush=True)
 
 
 def set_mesh(directory: str) -> bool:
-    import jax
-    import numpy as np
-
     path = _save(directory, np.ones((2, 4), np.float32))
     try:
         with _stock_handler(), jax.set_mesh(_mesh()):
@@ -64,8 +47,6 @@ def set_mesh(directory: str) -> bool:
 
 
 def inexact(directory: str) -> bool:
-    import numpy as np
-
     for number, value in enumerate([np.array([[-0.0, 1.0]], np.float32), np.array([[True, False]])]):
         path = _save(f"{directory}/{number}", value)
         with _stock_handler():
@@ -76,9 +57,6 @@ def inexact(directory: str) -> bool:
 
 
 def save_after_restore(directory: str) -> bool:
-    import numpy as np
-    import orbax.checkpoint as ocp
-
     value = np.ones((2, 4), np.float32)
     path = _save(f"{directory}/1", value)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, _stock_handler():
@@ -93,9 +71,6 @@ def save_after_restore(directory: str) -> bool:
 
 
 def plain_args(directory: str) -> bool:
-    from etils import epath
-    from orbax.checkpoint import type_handlers
-
     handler = type_handlers.SingleReplicaArrayHandler()
     info = type_handlers.ParamInfo(name="leaf", parent_dir=epath.Path(directory))
     try:
@@ -108,9 +83,6 @@ def plain_args(directory: str) -> bool:
 
 
 def axis_types(directory: str) -> bool:
-    import jax
-    from orbax.checkpoint import type_handlers
-
     explicit = jax.sharding.AxisType.Explicit
     sharding = _sharding((explicit, explicit))
     replica = type_handlers.SingleReplicaArrayHandler()._construct_single_replica_sharding(sharding)
@@ -118,9 +90,6 @@ def axis_types(directory: str) -> bool:
 
 
 def one_mesh(directory: str) -> bool:
-    import jax
-    import numpy as np
-
     value = np.ones((2, 4), np.float32)
     path = _save(directory, value)
     over_replicas = jax.sharding.NamedSharding(_mesh(), jax.sharding.PartitionSpec("replica"))
@@ -133,8 +102,6 @@ def one_mesh(directory: str) -> bool:
 
 
 def memory_kind(directory: str) -> bool:
-    import numpy as np
-
     value = np.ones((2, 4), np.float32)
     path = _save(directory, value)
     with _stock_handler():
@@ -143,8 +110,6 @@ def memory_kind(directory: str) -> bool:
 
 
 def random_keys(directory: str) -> bool:
-    import jax
-
     keys = jax.random.split(jax.random.key(0), (2, 4))
     path = _save(directory, keys)
     try:
@@ -171,32 +136,21 @@ PROBES: dict[str, Callable[[str], bool]] = {
 
 
 def _mesh(types: Any = None) -> Any:
-    import jax
-    import numpy as np
-
     devices = np.array(jax.devices()).reshape(2, 1)
     return jax.sharding.Mesh(devices, ("replica", "shard"), axis_types=types)
 
 
 def _sharding(types: Any = None) -> Any:
-    import jax
-
     return jax.sharding.NamedSharding(_mesh(types), jax.sharding.PartitionSpec(None, "shard"))
 
 
 def _save(path: str, value: Any) -> str:
-    import jax
-    import orbax.checkpoint as ocp
-
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(f"{path}/saved", args=ocp.args.PyTreeSave({"leaf": jax.device_put(value, _sharding())}))
     return f"{path}/saved"
 
 
 def _restore(path: str, like: Any, sharding: Any = None) -> Any:
-    import orbax.checkpoint as ocp
-    from orbax.checkpoint import type_handlers
-
     args = type_handlers.SingleReplicaArrayRestoreArgs(
         sharding=sharding or _sharding(), global_shape=like.shape, dtype=like.dtype
     )
@@ -208,9 +162,6 @@ def _restore(path: str, like: Any, sharding: Any = None) -> Any:
 @contextlib.contextmanager
 def _stock_handler() -> Iterator[None]:
     """Registers Orbax's own single-replica handler for the block."""
-    import jax
-    from orbax.checkpoint import type_handlers
-
     before = type_handlers.get_type_handler(jax.Array)
     type_handlers.register_type_handler(jax.Array, type_handlers.SingleReplicaArrayHandler(), override=True)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext.cli.doctor import installation
-from orbax_ext.upstream import probes
+from orbax_ext.upstream import probing
 from orbax_ext.upstream.defects import DEFECTS, Defect
 
 DESCRIPTION = "Lists which known defects of Orbax this installation has, and what fixes them."
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> bool:
     versions = installation.versions()
     files = installation.orbax_files()
-    probed = {} if args.quick else probes.run([defect.probe for defect in DEFECTS if defect.probe])
+    probed = {} if args.quick else probing.run([defect.probe for defect in DEFECTS if defect.probe])
     findings = [judge(defect, versions["orbax-checkpoint"], files, probed) for defect in DEFECTS]
     checks = [installation.s3()] if args.quick else [installation.runtime(), *installation.cluster(), installation.s3()]
     diagnosis = Diagnosis(versions, files, findings, checks, args.registered)
