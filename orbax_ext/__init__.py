@@ -74,7 +74,7 @@ __all__ = [
     "v1",
 ]
 
-_SUBMODULES = ("storage", "v1")
+_SUBMODULES = ("errors", "handler", "options", "placement", "report", "storage", "v1")  # `orbax_ext.errors` and so on
 _HOMES = ("errors", "placement", "report.report", "handler", "registration", "latest")  # in order of their weight
 
 

@@ -95,14 +95,13 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
                     request = await make_request(self, infos, args)
-                # 2. Plan. Does any leaf travel? The answer, and later the plan, is the same on every process.
+                # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
-                    alone = not (self._anything_travels(request) or request.concerns_all_processes)
-                    if alone:
-                        self._plan(request, limit, recorder)
-            if not alone:
-                return await self._single_replica_deserialize_and_broadcast(request, limit, recorder)
+                    plan = self._plan(request, limit, recorder)
+            _log_direct(request, plan)
+            if self._anything_travels(request) or request.concerns_all_processes:
+                return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
                 arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
             if self.options.verify:
@@ -111,14 +110,15 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             return arrays
 
     async def _single_replica_deserialize_and_broadcast(
-        self, request: Request, limit: int, recorder: Recorder
+        self, request: Request, plan: RestorePlan, limit: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
         with open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
-            # 3. Meet: compare requests, and agree on the memory limit that groups of leaves have to fit.
+            # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
-            with recorder.span("plan"):
-                plan = self._plan(request, agreed, recorder)
+            if agreed < limit:
+                with recorder.span("plan"):
+                    plan = self._plan(request, agreed, recorder)
             with Pipeline(self, request, plan, recorder, self.options) as pipeline:
                 if plan.groups:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
@@ -160,14 +160,6 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             group_bytes=group_bytes(limit),
         )
         recorder.planned(len(request.leaves), request.mesh_infos, plan)
-        if plan.direct:
-            reasons = {request.leaves[index].name: reason for index, reason in plan.direct.items()}
-            logging.info(
-                "orbax_ext: %d of %d leaves are read directly: %s",
-                len(reasons),
-                len(request.leaves),
-                direct_reasons(reasons),
-            )
         return plan
 
     def _construct_single_replica_sharding(self, sharding: NamedSharding) -> NamedSharding:
@@ -190,3 +182,10 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         yield
     finally:
         _turn.give_back(loop)
+
+
+def _log_direct(request: Request, plan: RestorePlan) -> None:
+    if plan.direct:
+        reasons = {request.leaves[index].name: reason for index, reason in plan.direct.items()}
+        total = len(request.leaves)
+        logging.info("orbax_ext: %d of %d leaves are read directly: %s", len(reasons), total, direct_reasons(reasons))

@@ -13,8 +13,6 @@ import pytest
 
 import orbax_ext
 
-pytestmark = pytest.mark.once
-
 PACKAGE = pathlib.Path(orbax_ext.__file__).parent
 
 # Lowest first: a module imports from its own line and from lines above it.

@@ -65,7 +65,7 @@ async def arrive(
     }
     arrivals = await in_thread(session.arrive, {"facts": facts, "memory_limit": memory_limit})
     raise_failures(arrivals, session.hosts)
-    facts_of_all = {process: arrival["facts"] for process, arrival in arrivals.items()}
+    facts_of_all = {process: arrival.get("facts", {}) for process, arrival in arrivals.items()}
     tree_differences = {}
     if "tree" in differing(facts_of_all):
         tree_differences = await _exchange_differences(session, describe(leaves, meshes))
@@ -81,7 +81,7 @@ def raise_failures(arrivals: Mapping[int, Mapping[str, Any]], hosts: Mapping[int
 
 
 def same_failure(arrivals: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Returns whether all processes have arrived with the same error."""
+    """Returns whether all processes have arrived with the same error, or all without one."""
     return len({arrival.get("failure", {}).get("error") for arrival in arrivals.values()}) == 1
 
 

@@ -138,7 +138,7 @@ class SumCarrier(Carrier):
         block, request = self._leaves.block(self._leaf), self._leaves.request(self._leaf)
         shape = self._leaves.leaves[self._leaf].shape
         others = [replica for replica in self._replicas.here if replica != self._reader]
-        return [programs.zeros(block, shape, self._replicas.sharding(request, replica)) for replica in others]
+        return [programs.make_zeros(block, shape, self._replicas.sharding(request, replica)) for replica in others]
 
 
 class LaneCarrier(Carrier):

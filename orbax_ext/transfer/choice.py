@@ -14,14 +14,14 @@ from orbax_ext.plan import MeshInfo, Rates, RestorePlan, with_cheapest
 from orbax_ext.transfer.read_ahead import ReadAhead, abandon
 
 LEAST_GROUPS = 3  # with fewer groups, measuring costs more than it can gain
-PACE_AFTER = 4  # exchanges, by which it is seen whether they keep what the rates promise
+PACE_AFTER = 4  # exchanges, after which their pace is compared with what the rates promised
 
 
 class Choice:
     """Measures the links, and has all processes choose together.
 
-    Until then the first group is read as if all were to travel. If they are not, this one does so all the same, beside
-    the others, unless that would take too long.
+    Until then the first group is read as if all groups were to travel. If the others are then read directly, the first
+    group still travels beside them, unless that would take too long.
     """
 
     def __init__(self, meshes: tuple[MeshInfo, ...], bytes_read: Callable[[], int], reading: ReadAhead[Any]) -> None:

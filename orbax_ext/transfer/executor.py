@@ -19,7 +19,7 @@ from orbax_ext.transfer import reading
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, is_local, make_carrier
 from orbax_ext.transfer.collectives import Exchange, exchange_among
-from orbax_ext.transfer.programs import Assembler, Words, assembler
+from orbax_ext.transfer.programs import Assembler, Words, make_assembler
 from orbax_ext.upstream.array_handler import without_array_metadata
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class Executor:
         self._limit = limit
         self._assembly = _Assembly(self._leaves)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
+        # Held here, because `exchange_among` keeps only those that were used last.
+        self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
     async def compile(self, groups: Sequence[Group]) -> None:
         def compile_all() -> None:
@@ -56,7 +58,7 @@ class Executor:
         await self._in_thread(compile_all)
 
     async def connect(self, groups: Sequence[Group], *, measure: bool) -> float:
-        """Opens the communicators; returns the bytes per second that this process receives by the first, if asked."""
+        """Opens the communicators; if `measure`, returns the bytes per second that arrive over the first one."""
         first, *others = dict.fromkeys(map(self._exchange, groups))
         for exchange in others:
             await self._in_thread(exchange.connect)
@@ -124,7 +126,10 @@ class Executor:
         return [make_carrier(bundle, self._leaves, replicas) for bundle in group.bundles]
 
     def _exchange(self, group: Group) -> Exchange:
-        return exchange_among(self._replicas_of(group.mesh, group.axes).table)
+        key = (group.mesh, group.axes)
+        if key not in self._exchanges:
+            self._exchanges[key] = exchange_among(self._replicas_of(*key).table)
+        return self._exchanges[key]
 
     def _hand_over(self, leaf: int, blocks: DeviceBlocks) -> jax.Array:
         """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
@@ -156,23 +161,23 @@ class _Assembly:
         """Takes leaves and slices that have arrived; returns the leaves that are complete with them."""
         complete: dict[int, DeviceBlocks] = {}
         for index, blocks in arrived.items():
-            where = self._leaves.leaves[index].slice
-            if where is None:
+            rows = self._leaves.leaves[index].slice
+            if rows is None:
                 complete[index] = blocks
                 continue
-            into = self._assembler(index)
-            begun = self._begun.pop(where.leaf, None)
-            begun = into.place(into.begin() if begun is None else begun, where, blocks)
-            self._missing[where.leaf] -= 1
-            if self._missing[where.leaf]:
-                self._begun[where.leaf] = begun
+            assembler = self._assembler(index)
+            whole = self._begun.pop(rows.leaf, None)
+            whole = assembler.place(assembler.begin() if whole is None else whole, rows, blocks)
+            self._missing[rows.leaf] -= 1
+            if self._missing[rows.leaf]:
+                self._begun[rows.leaf] = whole
             else:
-                complete[where.leaf] = into.finish(begun)
+                complete[rows.leaf] = assembler.finish(whole)
         return complete
 
     def _assembler(self, index: int) -> Assembler:
-        where = self._leaves.leaves[index].slice
-        assert where is not None
+        rows = self._leaves.leaves[index].slice
+        assert rows is not None
         mesh = self._leaves.request(index).sharding.mesh
         here = tuple(device for device in mesh.devices.flat if is_local(device))
-        return assembler(self._leaves.block(where.leaf), self._leaves.block(index), where.dim, here)
+        return make_assembler(self._leaves.block(rows.leaf), self._leaves.block(index), rows.dim, here)

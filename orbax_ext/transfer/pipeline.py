@@ -70,9 +70,9 @@ class Pipeline:
             await work
 
     async def read(self, number: int) -> list[DeviceBlocks]:
-        """Returns this process's contribution to a group's exchange, once the exchange before it has ended.
+        """Reads a group, and meanwhile finishes the exchange before it or, for the first group, compiles.
 
-        Programs are compiled beside the first group's read.
+        Returns this process's contribution to the group's exchange.
         """
         before = self._finish_exchange() if number else self._compile()
         work = both(self._reading.take(number, len(self.plan.groups)), before)
@@ -96,7 +96,7 @@ class Pipeline:
         return {} if self._choice is None else self._choice.rates()
 
     def may_choose_again(self, done: int) -> bool:
-        """Returns whether it is time to compare exchanges with what the rates promised."""
+        """Returns whether to compare exchanges with what the rates promised. The latest has only been started."""
         return self._choice is not None and done == PACE_AFTER + 1 < len(self.plan.groups)
 
     def choose(self, rates: Mapping[int, Mapping[str, Any]], done: int = 0) -> None:

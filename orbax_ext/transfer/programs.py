@@ -42,7 +42,7 @@ class Zeros:
 
 
 @functools.lru_cache(maxsize=256)
-def zeros(block: Block, shape: tuple[int, ...], sharding: NamedSharding) -> Zeros:
+def make_zeros(block: Block, shape: tuple[int, ...], sharding: NamedSharding) -> Zeros:
     """Returns zeros that share one program for every leaf and restore."""
     return Zeros(block, shape, sharding)
 
@@ -109,6 +109,6 @@ class Assembler:
 
 
 @functools.lru_cache(maxsize=64)
-def assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> Assembler:
+def make_assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> Assembler:
     """Returns an assembler that shares its programs for every leaf and restore."""
     return Assembler(whole, piece, dim, devices)

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import jax
-import pytest
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import memory
-
-pytestmark = pytest.mark.once
 
 LARGE = Leaf("w", (1 << 38,), "float32", 4, (1 << 38,))
 REQUEST = Request((LeafRequest(None, None, LARGE),), (), ())
