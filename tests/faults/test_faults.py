@@ -26,7 +26,7 @@ from orbax_ext import lab
 from orbax_ext.cli import main
 from tests.faults import scenarios, table
 from tests.faults.scenarios import OTHER, READER, STALL, Record
-from tests.support import file_damage, states
+from tests.support import fault_injection, file_damage, states
 
 HANGS_AFTER = 15.0  # seconds after which a stock restore counts as hanging, unless a healthy one is that slow here
 _STOCK_LIMIT = 900.0  # seconds to wait for a stock cluster, and for its result
@@ -75,8 +75,22 @@ FAULTS = [
         None,
         seconds=len(scenarios.STATE) * STALL / 2,
     ),
-    Fault("reader killed", scenarios.reader_killed, "RestoreTimeoutError", READER, dies=(READER,)),
-    Fault("another process killed", scenarios.non_reader_killed, "RestoreTimeoutError", OTHER, dies=(OTHER,)),
+    Fault(
+        "reader killed",
+        scenarios.reader_killed,
+        "RestoreTimeoutError",
+        READER,
+        dies=(READER,),
+        seconds=fault_injection.SLOW,
+    ),
+    Fault(
+        "another process killed",
+        scenarios.non_reader_killed,
+        "RestoreTimeoutError",
+        OTHER,
+        dies=(OTHER,),
+        seconds=fault_injection.SLOW,
+    ),
     Fault(
         "another process killed while all connect",
         scenarios.killed_while_connecting,
@@ -223,7 +237,7 @@ def test_every_survivor_ends_in_time_and_names_the_failed_process(arena: Arena, 
         if fault.culprit is not None:
             assert re.search(rf"process {fault.culprit}\b", record.message), record.message
             if outcome.rank != fault.stopped:
-                assert record.seconds < arena.healthy_seconds + STALL + 10
+                assert record.seconds < arena.healthy_seconds + fault.seconds + STALL + 10
     if not fault.dies:
         _next_restore_works(arena)
 

@@ -22,7 +22,7 @@ from orbax_ext.transfer.collectives import Exchange
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.verify import verify
 
-_SLOW = 3.0  # seconds that a reader takes where something else has to happen meanwhile
+SLOW = 3.0  # seconds that a reader takes where something else has to happen meanwhile
 
 Read = Callable[..., Awaitable[Any]]
 
@@ -66,7 +66,7 @@ def read_error(error: Exception | None = None) -> contextlib.AbstractContextMana
     return before_each_read(fail)
 
 
-def slow_reads(seconds: float = _SLOW, begun: pathlib.Path | None = None) -> contextlib.AbstractContextManager[None]:
+def slow_reads(seconds: float = SLOW, begun: pathlib.Path | None = None) -> contextlib.AbstractContextManager[None]:
     """Delays every read, all of them at the same time. Creates the file `begun` when the first one begins."""
 
     async def wait() -> None:
@@ -134,7 +134,7 @@ def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
     def watch() -> None:
         while not begun.exists():
             time.sleep(0.05)
-        if connected.wait(_SLOW / 2):  # stock Orbax has no such step
+        if connected.wait(SLOW / 2):  # stock Orbax has no such step
             time.sleep(0.5)  # enough for the other processes to connect, too
         os.kill(os.getpid(), number)
 
