@@ -100,6 +100,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     limit = memory_limit(self.options, request)
                     plan = self._plan(request, limit, recorder)
             _log_direct(request, plan)
+            # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):

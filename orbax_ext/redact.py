@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSW|PWD$|CREDENTIAL|AUTH|SIGNATURE", re.IGNORECASE)
 _SHORTEST = 6  # characters: shorter values, such as "true", are no secrets and occur everywhere
+_SHORTEST_KEY = 4  # of the variables below, which never hold such words
+_KEYS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN")
 _PATTERNS = (
     (re.compile(r"(?<=://)[^/\s@]+@"), "<credentials>@"),  # https://user:password@host
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "<access key>"),
@@ -18,7 +20,11 @@ _PATTERNS = (
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Returns the text without credentials and without the values of environment variables named like secrets."""
-    secrets = {value: name for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    secrets = {
+        value: name
+        for name, value in environ.items()
+        if _SECRET_NAME.search(name) and len(value) >= (_SHORTEST_KEY if name in _KEYS else _SHORTEST)
+    }
     for value in sorted(secrets, key=len, reverse=True):  # one may be part of another
         text = text.replace(value, f"<{secrets[value]}>")
     for pattern, replacement in _PATTERNS:

@@ -27,6 +27,14 @@ def test_short_values_are_kept() -> None:
     assert redact("it is true", {"USE_TOKEN": "true", "EMPTY_KEY": ""}) == "it is true"
 
 
+def test_short_keys_of_aws_are_removed() -> None:
+    assert redact("denied: abcd", {"AWS_SESSION_TOKEN": "abcd"}) == "denied: <AWS_SESSION_TOKEN>"
+
+
+def test_a_signed_parameter_is_removed_wherever_it_stands() -> None:
+    assert redact("urlX-Amz-Signature=abc", {}) == "urlX-Amz-Signature=<hidden>"
+
+
 def test_credentials_in_addresses_and_headers_are_removed() -> None:
     text = redact(
         "GET https://user:pw@host/x?X-Amz-Signature=abc123&y=1 "

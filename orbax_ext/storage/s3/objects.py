@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +32,16 @@ class ObjectStore:
     def __init__(self, settings: Callable[[], Settings], counter: RequestCounter) -> None:
         self._settings = settings
         self._counter = counter
+        self._lock = threading.Lock()
+        self._filesystem: Any = None
 
-    @functools.cached_property
+    @property
     def _fs(self) -> Any:
-        """The s3fs file system, created when it is first needed."""
-        return _new_filesystem(self._settings(), self._counter)
+        """The s3fs file system, created when it is first needed, once for all threads."""
+        with self._lock:
+            if self._filesystem is None:
+                self._filesystem = _new_filesystem(self._settings(), self._counter)
+            return self._filesystem
 
     def fetch(self, path: PathLike) -> bytes | None:
         """Returns the content of a file, or None if it is too large for one request."""

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from etils.epath import gpath
 from orbax.checkpoint._src.path import atomicity_defaults
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -19,6 +21,19 @@ from orbax_ext.upstream.object_stores import HOOKS
 def hooked() -> list[object]:
     """Returns everything that enabling S3 may change in other packages."""
     return [hook.owner.__dict__[hook.name] for hook in HOOKS]
+
+
+def test_the_hooks_cover_every_place_that_knows_url_schemes() -> None:
+    places = [
+        (tensorstore_utils, "build_kvstore_tspec"),
+        (atomicity_defaults, "get_default_temporary_path_class"),
+        (atomicity_defaults, "get_item_default_temporary_path_class"),
+        (gpath._GPath, "_backend"),
+        (ocp.CheckpointManager, "restore"),
+        (ocp.Checkpointer, "restore"),
+    ]
+    hooks = [(hook.owner, hook.name) for hook in HOOKS]
+    assert [place for place in places if place not in hooks] == []
 
 
 @pytest.mark.core
