@@ -15,7 +15,7 @@ EXAMPLES ?= 300
 .PHONY: help demo check fmt docs clean
 .PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
-.PHONY: bench bench-meetings bench-plan bench-placement patches patches-check fork test-fork
+.PHONY: bench bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-plan: $(NEWEST)/.ready ## plans for 671 billion parameters on up to 4,096 
 
 bench-placement: $(NEWEST)/.ready ## memory of jax.device_put and orbax_ext.replicate; writes bench/results/placement.md
 	$(NEWEST)/bin/python -m bench.placement --write
+
+bench-startup: $(NEWEST)/.ready ## seconds of commands that need no JAX; writes bench/results/startup.md
+	$(NEWEST)/bin/python -m bench.startup --write
 
 docs: $(NEWEST)/.ready ## write the pages that are made from data, without measuring
 	$(NEWEST)/bin/python -m tools.docs
