@@ -20,6 +20,8 @@ from orbax.checkpoint._src.path import atomicity, atomicity_defaults
 from orbax.checkpoint._src.serialization import ocdbt_utils, serialization, tensorstore_utils
 from orbax.checkpoint.experimental.v1._src.loading import loading
 
+from orbax_ext.upstream.hooks import Hook, install
+
 
 @dataclasses.dataclass(frozen=True)
 class UrlScheme:
@@ -33,31 +35,14 @@ class UrlScheme:
     restoring: Callable[[str, bool], contextlib.AbstractContextManager[None]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A function of Orbax or etils that is replaced while a scheme is added."""
-
-    owner: Any  # a module or a class
-    name: str
-    why: str
-    replacement: Callable[[Any, UrlScheme], Any]  # made from the original
-
-
 def add_object_store(scheme: UrlScheme) -> Callable[[], None]:
     """Makes Orbax take paths of the scheme; returns a function that undoes it."""
-    replaced = []
-    for hook in HOOKS:
-        original = hook.owner.__dict__[hook.name]
-        replacement = hook.replacement(original, scheme)
-        setattr(hook.owner, hook.name, replacement)
-        replaced.append((hook, original, replacement))
+    return install(HOOKS, scheme)
 
-    def undo() -> None:
-        for hook, original, replacement in reversed(replaced):
-            if hook.owner.__dict__[hook.name] is replacement:  # otherwise other code has replaced it since
-                setattr(hook.owner, hook.name, original)
 
-    return undo
+def on_first_path(scheme: str, call: Callable[[], None]) -> Callable[[], None]:
+    """Calls `call`, which adds the object store, when a path of the scheme is first used; returns what undoes it."""
+    return install([_FIRST_PATH], (scheme, call))
 
 
 def _build_spec(original: Callable[..., Any], scheme: UrlScheme) -> Callable[..., Any]:
@@ -107,6 +92,18 @@ def _commit_by_file(original: Callable[..., Any], scheme: UrlScheme) -> Callable
 
 def _choose_backend(original: property, scheme: UrlScheme) -> property:
     return property(lambda path: scheme.files() if path._uri_scheme == scheme.name else original.__get__(path))
+
+
+def _call_first(original: property, scheme_and_call: tuple[str, Callable[[], None]]) -> property:
+    scheme, call = scheme_and_call
+
+    def backend(path: Any) -> Any:
+        if path._uri_scheme != scheme:
+            return original.__get__(path)
+        call()  # the store's own hook now stands in place of this one
+        return path._backend
+
+    return property(backend)
 
 
 def _explain_errors(original: Callable[..., Any], scheme: UrlScheme) -> Callable[..., Any]:
@@ -180,6 +177,7 @@ def _of_v1(path: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
     return os.fspath(path), options.active_processes is None
 
 
+_FIRST_PATH = Hook(gpath._GPath, "_backend", "sees the first path of the scheme", _call_first)
 _LEAF_HANDLERS = (type_handlers.ArrayHandler, type_handlers.NumpyHandler, type_handlers.StringHandler)
 _LEAF_OPERATIONS = ("deserialize", "metadata", "_background_serialize")
 _ERRORS = "passes on errors of TensorStore, which do not say what to do"
