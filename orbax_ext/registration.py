@@ -17,8 +17,15 @@ from orbax_ext import options
 from orbax_ext.handler import BroadcastArrayHandler
 from orbax_ext.placement import stacked_restore
 from orbax_ext.storage import s3
-from orbax_ext.upstream.array_handler import array_handler_parameters, array_handler_settings, uses_pathways
-from orbax_ext.upstream.v1_contexts import hook_v1_array_handlers, v1_knobs
+from orbax_ext.upstream import stock_handlers
+from orbax_ext.upstream.array_handler import (
+    array_handler_parameters,
+    array_handler_settings,
+    lend_array_metadata_store,
+    uses_pathways,
+)
+from orbax_ext.upstream.hooks import install
+from orbax_ext.upstream.v1_contexts import v1_knobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +33,8 @@ class _Registration:
     """One call of `register`, and what undoes it."""
 
     knobs: dict[str, Any]
-    previous_handler: type_handlers.TypeHandler
-    enabled_s3: bool  # s3:// paths did not work before
+    handler: BroadcastArrayHandler
+    undo: contextlib.ExitStack
 
 
 _registrations: list[_Registration] = []  # those in force, the latest last
@@ -36,23 +43,25 @@ _registrations: list[_Registration] = []  # those in force, the latest last
 def register(**knobs: Any) -> BroadcastArrayHandler:
     """Makes Orbax restore every `jax.Array` through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
-    Saving does not change: the new handler has the settings of the one that it replaces. Contexts of Orbax's v1 API
-    also load through orbax_ext if they have `use_load_and_broadcast` set; for others see `orbax_ext.v1`. Paths that
-    begin with s3:// work from here on, with the settings of the environment unless `storage.enable_s3` was called
-    before.
+    Orbax's own single-replica handlers are served too, whoever makes them, in whichever registry or v1 Context: their
+    settings count where no knob is given here. For other v1 Contexts see `orbax_ext.v1`. Saving does not change: the
+    new handler has the settings of the one that it replaces. Paths that begin with s3:// work from here on, with the
+    settings of the environment unless `storage.enable_s3` was called before.
     """
     previous = type_handlers.get_type_handler(jax.Array)
     handler = _replacement(previous, knobs)
-    hook_v1_array_handlers(handler_for_v1)
-    _registrations.append(_Registration(knobs, previous, enabled_s3=not s3.s3_enabled()))
-    if _registrations[-1].enabled_s3:
-        s3.enable_s3()
-    _set_array_handler(handler)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_set_array_handler, previous)
+        undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
+        if not s3.s3_enabled():
+            undo.callback(s3.enable_s3_on_first_path())
+        _set_array_handler(handler)
+        _registrations.append(_Registration(knobs, handler, undo.pop_all()))
     return handler
 
 
 def unregister() -> None:
-    """Undoes the latest `register`: restores the handler that it replaced, and disables s3:// if it enabled that."""
+    """Undoes the latest `register`: restores the handler that it replaced and all functions that it hooked."""
     if not _registrations:
         raise ValueError("orbax_ext is not registered: there is nothing to undo.")
     _undo_registrations(len(_registrations) - 1)
@@ -70,13 +79,20 @@ def registered(**knobs: Any) -> Iterator[BroadcastArrayHandler]:
 
 
 def _undo_registrations(depth: int) -> None:
-    """Undoes all registrations after the first `depth`."""
-    undone = _registrations[depth:]
-    del _registrations[depth:]
-    if undone:
-        _set_array_handler(undone[0].previous_handler)
-    if any(registration.enabled_s3 for registration in undone):
-        s3.disable_s3()
+    """Undoes all registrations after the first `depth`, the latest first."""
+    while len(_registrations) > depth:
+        _registrations.pop().undo.close()
+
+
+def _handler_for_stock(stock: type_handlers.ArrayHandler) -> BroadcastArrayHandler | None:
+    """Returns the handler that restores in place of a stock single-replica handler; None to let that one restore."""
+    if not _registrations or isinstance(stock, BroadcastArrayHandler) or uses_pathways(stock):
+        return None
+    registration = _registrations[-1]
+    if type_handlers.get_type_handler(jax.Array) is stock:
+        # Whoever registered it saves with it from here on. A private registry saves with what its owner gave it.
+        registration.undo.callback(lend_array_metadata_store(stock, registration.handler))
+    return _replacement(stock, registration.knobs)
 
 
 def pytree_handler(**knobs: Any) -> ocp.PyTreeCheckpointHandler:
@@ -126,8 +142,9 @@ def _replacement(previous: type_handlers.TypeHandler, knobs: dict[str, Any]) -> 
         logging.warning("orbax_ext: replaces a %s, whose settings for saving it can't read", type(previous).__name__)
     if settings.get("array_metadata_store") is None:  # the stock single-replica handler's default, which can't save
         settings.pop("array_metadata_store", None)
-    if type(previous) is type_handlers.SingleReplicaArrayHandler:
-        settings.update(_single_replica_settings(previous))
+    stock = isinstance(previous, type_handlers.SingleReplicaArrayHandler)
+    if stock and not isinstance(previous, BroadcastArrayHandler):
+        settings.update(stock_handlers.single_replica_settings(previous))
         if knobs.get("replica_axis") is not None:
             del settings["replica_axis_index"]
     return BroadcastArrayHandler(**{**settings, **knobs})
@@ -136,21 +153,7 @@ def _replacement(previous: type_handlers.TypeHandler, knobs: dict[str, Any]) -> 
 def handler_for_v1(context: Any, stock: type_handlers.ArrayHandler) -> type_handlers.ArrayHandler:
     """Returns the handler for a v1 Context, given the one that Orbax made for it."""
     knobs = v1_knobs(context)
-    if knobs is None and _registrations and isinstance(stock, type_handlers.SingleReplicaArrayHandler):
-        knobs = _registrations[-1].knobs
-    if knobs is None or uses_pathways(stock):
-        return stock
-    return _replacement(stock, knobs)
-
-
-def _single_replica_settings(handler: type_handlers.SingleReplicaArrayHandler) -> dict[str, Any]:
-    names = (
-        "replica_axis_index",
-        "primary_replica_id",
-        "broadcast_memory_limit_bytes",
-        "broadcast_memory_scaling_factor",
-    )
-    return {name: getattr(handler, name) for name in names}
+    return stock if knobs is None or uses_pathways(stock) else _replacement(stock, knobs)
 
 
 def _split_knobs(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

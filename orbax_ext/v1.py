@@ -7,16 +7,19 @@ The knobs are part of the Context's own options, so they go where the Context go
 into a `training.Checkpointer` that keeps it, and into the background of `load_async`. Nothing has to be undone:
 outside such a Context v1 loads as before.
 
-After `orbax_ext.register(...)`, orbax_ext also loads for a user's own Context if it has `use_load_and_broadcast` set.
+After `orbax_ext.register(...)`, orbax_ext also loads for a user's own Context if it has `use_load_and_broadcast` set,
+as it does for every other user of Orbax's own single-replica handler.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from orbax_ext.handler import BroadcastArrayHandler
 from orbax_ext.registration import handler_for_v1
-from orbax_ext.upstream.v1_contexts import hook_v1_array_handlers, v1_context_with
+from orbax_ext.upstream.hooks import install
+from orbax_ext.upstream.v1_contexts import CREATE_HANDLER, v1_context_with
 
 
 def context(context: Any = None, **knobs: Any) -> Any:
@@ -26,5 +29,11 @@ def context(context: Any = None, **knobs: Any) -> Any:
     `LoadAndBroadcastOptions` fill in the knobs that are not given.
     """
     BroadcastArrayHandler(**knobs)  # raises for bad knobs here, not in the first load
-    hook_v1_array_handlers(handler_for_v1)
+    _install_hook()
     return v1_context_with(context, knobs)
+
+
+@functools.cache
+def _install_hook() -> None:
+    """Lets Contexts that carry knobs have our handler. It is never undone, because such a Context may live on."""
+    install([CREATE_HANDLER], handler_for_v1)

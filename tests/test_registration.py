@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,11 +12,34 @@ import pytest
 from orbax.checkpoint import type_handlers
 
 import orbax_ext
+from orbax_ext import registration
 from orbax_ext.options import Options
+from orbax_ext.upstream import object_stores, stock_handlers, v1_contexts
 
 
 def current() -> type_handlers.TypeHandler:
     return type_handlers.get_type_handler(jax.Array)
+
+
+HOOKS = (*stock_handlers.HOOKS, v1_contexts.CREATE_HANDLER, *object_stores.HOOKS, *object_stores.FIRST_PATH_HOOKS)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_put_back() -> Iterator[None]:
+    """Compares every function of Orbax and etils that is ever replaced, and the registered handler."""
+
+    def hooked() -> list[Any]:
+        return [current(), *(hook.owner.__dict__[hook.name] for hook in HOOKS)]
+
+    before = hooked()
+    yield
+    assert all(new is old for new, old in zip(hooked(), before, strict=True))
+
+
+def served(stock: type_handlers.SingleReplicaArrayHandler) -> Options | None:
+    """Returns the options of the handler that restores in place of a stock one; None if that restores itself."""
+    ours = registration._handler_for_stock(stock)
+    return None if ours is None else ours.options
 
 
 def test_register_and_unregister_nest() -> None:
@@ -102,3 +128,53 @@ def test_pytree_handler_leaves_the_global_registry_alone() -> None:
     stock = current()
     assert isinstance(orbax_ext.pytree_handler(replica_axis="dp", use_ocdbt=False), ocp.PyTreeCheckpointHandler)
     assert current() is stock
+
+
+def test_only_the_stock_handler_and_first_paths_are_hooked() -> None:
+    expected = {(hook.owner, hook.name) for hook in (*stock_handlers.HOOKS, *object_stores.FIRST_PATH_HOOKS)}
+    before = {(hook.owner, hook.name): hook.owner.__dict__[hook.name] for hook in HOOKS}
+    with orbax_ext.registered():
+        changed = {key for key, old in before.items() if key[0].__dict__[key[1]] is not old}
+    assert changed == expected
+
+
+def test_settings_of_a_stock_handler_count_where_no_knob_is_given() -> None:
+    stock = type_handlers.SingleReplicaArrayHandler(1, 2, 3, 0.5)
+    assert served(stock) is None  # not registered
+    with orbax_ext.registered(strategy="single", broadcast_memory_limit_bytes=7):
+        assert served(stock) == Options(
+            replica_axis_index=1,
+            primary_replica_id=2,
+            broadcast_memory_limit_bytes=7,
+            broadcast_memory_scaling_factor=0.5,
+            strategy="single",
+        )
+        with orbax_ext.registered(replica_axis="dp"):
+            options = served(stock)
+            assert options is not None
+            assert (options.axes, options.strategy) == (("dp",), "auto")
+
+
+def test_our_own_handlers_are_not_served_by_another_one() -> None:
+    with orbax_ext.registered():
+        assert served(orbax_ext.BroadcastArrayHandler()) is None
+
+
+def test_a_stock_handler_can_save_while_orbax_ext_is_registered() -> None:
+    """Without a store for the metadata of arrays its next save fails: "No ArrayMetadata found"."""
+    stock, private = (type_handlers.SingleReplicaArrayHandler() for _ in range(2))
+    with orbax_ext.registered() as ours:
+        type_handlers.register_type_handler(jax.Array, stock, override=True)
+        assert served(stock) is not None
+        assert stock._array_metadata_store is ours._array_metadata_store
+        assert served(private) is not None
+        assert private._array_metadata_store is None
+    assert stock._array_metadata_store is None
+
+
+def test_the_stock_function_is_replaced_by_one_with_the_same_parameters() -> None:
+    function = stock_handlers.FUNCTION
+    names = list(inspect.signature(function.owner.__dict__[function.name]).parameters)
+    with orbax_ext.registered():
+        replacement = function.owner.__dict__[function.name]
+        assert list(inspect.signature(replacement, follow_wrapped=False).parameters) == names

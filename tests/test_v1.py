@@ -13,6 +13,7 @@ import pytest
 from orbax.checkpoint.experimental.v1._src.serialization import array_leaf_handler
 
 import orbax_ext
+from orbax_ext import registration
 
 HAS_BROADCAST = hasattr(ocp_v1.options.ArrayOptions.Loading, "use_load_and_broadcast")
 needs_broadcast = pytest.mark.skipif(not HAS_BROADCAST, reason="Orbax 0.11.33 has no use_load_and_broadcast")
@@ -79,13 +80,15 @@ def test_load_and_broadcast_options_fill_in_missing_knobs() -> None:
 
 
 @needs_broadcast
-def test_a_user_s_own_context_loads_through_our_handler_while_it_is_registered() -> None:
+def test_register_needs_no_hook_of_v1_for_a_user_s_own_context() -> None:
+    """It has Orbax's own single-replica handler, which is served whoever makes it."""
     theirs = broadcasting(replica_axis_index=1)
     with orbax_ext.registered(stall_timeout=7.0):
-        options = handler(theirs).options
-        assert (options.axes, options.stall_timeout) == ((1,), 7.0)
+        assert type(handler(theirs)) is ocp.type_handlers.SingleReplicaArrayHandler
+        served = registration._handler_for_stock(handler(theirs))
+        assert served is not None
+        assert (served.options.axes, served.options.stall_timeout) == ((1,), 7.0)
         assert type(handler(ocp_v1.Context())) is ocp.type_handlers.ArrayHandler
-    assert type(handler(theirs)) is ocp.type_handlers.SingleReplicaArrayHandler
 
 
 def test_the_documented_table_is_true_of_this_release() -> None:

@@ -25,6 +25,7 @@ from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.report import RestoreReport, publish
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import s3
+from orbax_ext.upstream.hooks import served_by
 
 # Characters that processes send to process 0, which reads all of them at once from the coordination service.
 _ALL_PACKED = 2 << 20  # all processes together
@@ -74,6 +75,7 @@ def make_report(recorder: Recorder, error: str) -> RestoreReport:
         groups=len(planned.plan.groups) if planned else 0,
         strategy=strategies(planned.plan) if planned else {},
         error=error,
+        served_by=served_by(),
     )
 
 

@@ -27,6 +27,7 @@ class RestoreReport:
     groups: int = 0
     strategy: dict[str, str] = dataclasses.field(default_factory=dict)  # leaf name: "single" or "direct: why"
     error: str = ""  # why it failed; empty if it did not
+    served_by: str = ""  # the function of Orbax whose call was taken over; empty if Orbax called our handler itself
 
     @property
     def own(self) -> ProcessReport:
@@ -78,6 +79,7 @@ class RestoreReport:
                 members={member.process: member for member in map(ProcessReport.from_dict, data["members"])},
                 strategy={str(name): str(strategy) for name, strategy in data["strategy"].items()},
                 error=str(data["error"]),
+                served_by=str(data.get("served_by", "")),  # older reports do not have it
                 **{field.name: int(data[field.name]) for field in dataclasses.fields(cls) if field.type == "int"},
             )
         except DAMAGE as error:
@@ -94,7 +96,12 @@ class RestoreReport:
         return (
             f"{'failed' if self.error else 'restored'}: {self.scope}: {text_lib.count(self.leaves, 'leaf')} "
             f"({strategies}) in {text_lib.count(self.groups, 'group')}, {read} read from storage in {total}; {phases}"
-        ) + (f"; S3: {s3_usage(self.s3)}" if any(self.s3.values()) else "")
+        ) + "".join(
+            [
+                f"; S3: {s3_usage(self.s3)}" if any(self.s3.values()) else "",
+                f"; in place of {self.served_by}" if self.served_by else "",
+            ]
+        )
 
     def __str__(self) -> str:
         lines = [self.headline(), str(ProcessTable(self.members.values()))]

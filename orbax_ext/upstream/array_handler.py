@@ -57,6 +57,22 @@ def uses_pathways(handler: type_handlers.ArrayHandler) -> bool:
     return handler._dispatcher is not None
 
 
+def lend_array_metadata_store(handler: type_handlers.ArrayHandler, lender: type_handlers.ArrayHandler) -> Any:
+    """Lets a handler save with the store of another if it has none; returns a function that undoes this.
+
+    A registered handler without a store breaks every later save: "No ArrayMetadata found".
+    """
+    if handler._array_metadata_store is not None:
+        return lambda: None
+    store = handler._array_metadata_store = lender._array_metadata_store
+
+    def undo() -> None:
+        if handler._array_metadata_store is store:
+            handler._array_metadata_store = None
+
+    return undo
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
     """The entry of one array in the checkpoint's own list of arrays."""

@@ -65,15 +65,19 @@ _replaced: dict[tuple[Any, str], _Replaced] = {}
 def install(hooks: Sequence[Hook], given: Any) -> Callable[[], None]:
     """Replaces the functions, passing `given` to each replacement; returns a function that undoes it."""
     layers = [_Layer(hook, given) for hook in hooks]
-    with _lock:
-        for layer in layers:
-            _add(layer)
 
     def undo() -> None:
         with _lock:
             for layer in reversed(layers):
                 _remove(layer)
 
+    with _lock:
+        try:
+            for layer in layers:
+                _add(layer)
+        except BaseException:
+            undo()
+            raise
     return undo
 
 
@@ -113,5 +117,5 @@ def serving(hook: str) -> Iterator[None]:
 
 
 def served_by() -> str:
-    """Returns the hook that the restore under way comes from; empty if a program called orbax_ext's own handler."""
+    """Returns the hook that the restore under way came through; empty if it came to orbax_ext's own handler."""
     return _served_by.get()

@@ -35,14 +35,26 @@ class UrlScheme:
     restoring: Callable[[str, bool], contextlib.AbstractContextManager[None]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Addition:
+    """An object store that is added when the first path of its scheme is seen."""
+
+    scheme: str
+    add: Callable[[], bool]
+
+
 def add_object_store(scheme: UrlScheme) -> Callable[[], None]:
     """Makes Orbax take paths of the scheme; returns a function that undoes it."""
     return install(HOOKS, scheme)
 
 
-def on_first_path(scheme: str, call: Callable[[], None]) -> Callable[[], None]:
-    """Calls `call`, which adds the object store, when a path of the scheme is first used; returns what undoes it."""
-    return install([_FIRST_PATH], (scheme, call))
+def on_first_path(scheme: str, add: Callable[[], bool]) -> Callable[[], None]:
+    """Calls `add` when a path of the scheme is used; returns a function that undoes this.
+
+    `add` adds the object store, unless it has been added since, and returns whether it did. It must not have been
+    added before.
+    """
+    return install(FIRST_PATH_HOOKS, _Addition(scheme, add))
 
 
 def _build_spec(original: Callable[..., Any], scheme: UrlScheme) -> Callable[..., Any]:
@@ -94,16 +106,30 @@ def _choose_backend(original: property, scheme: UrlScheme) -> property:
     return property(lambda path: scheme.files() if path._uri_scheme == scheme.name else original.__get__(path))
 
 
-def _call_first(original: property, scheme_and_call: tuple[str, Callable[[], None]]) -> property:
-    scheme, call = scheme_and_call
-
+def _see_path(original: property, addition: _Addition) -> property:
     def backend(path: Any) -> Any:
-        if path._uri_scheme != scheme:
+        if path._uri_scheme != addition.scheme:
             return original.__get__(path)
-        call()  # the store's own hook now stands in place of this one
-        return path._backend
+        addition.add()
+        return path._backend  # the store's, whose hook was installed after this one
 
     return property(backend)
+
+
+def _see_restore(
+    directory_and_all: Callable[..., tuple[str, bool]], restore_again: Callable[..., Any]
+) -> Callable[[Callable[..., Any], _Addition], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any], addition: _Addition) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def restore(*args: Any, **kwargs: Any) -> Any:
+            directory, _ = directory_and_all(*args, **kwargs)
+            if directory.startswith(f"{addition.scheme}://") and addition.add():
+                return restore_again(*args, **kwargs)  # now inside of the store's own hook
+            return original(*args, **kwargs)
+
+        return restore
+
+    return wrap
 
 
 def _explain_errors(original: Callable[..., Any], scheme: UrlScheme) -> Callable[..., Any]:
@@ -177,7 +203,7 @@ def _of_v1(path: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
     return os.fspath(path), options.active_processes is None
 
 
-_FIRST_PATH = Hook(gpath._GPath, "_backend", "sees the first path of the scheme", _call_first)
+_FIRST = "sees the first path of the scheme, before the store's own hooks are installed"
 _LEAF_HANDLERS = (type_handlers.ArrayHandler, type_handlers.NumpyHandler, type_handlers.StringHandler)
 _LEAF_OPERATIONS = ("deserialize", "metadata", "_background_serialize")
 _ERRORS = "passes on errors of TensorStore, which do not say what to do"
@@ -209,4 +235,13 @@ HOOKS = (
     Hook(ocp.CheckpointManager, "restore", _SHARING, _around_restore(_of_manager)),
     Hook(ocp.Checkpointer, "restore", _SHARING, _around_restore(_of_checkpointer)),
     Hook(loading, "_load_impl", _SHARING, _around_restore(_of_v1)),
+)
+
+# A manager looks at its directory when it is made; these look at theirs when they have already begun.
+_SEE_CHECKPOINTER = _see_restore(_of_checkpointer, lambda *args, **kwargs: ocp.Checkpointer.restore(*args, **kwargs))
+_SEE_V1 = _see_restore(_of_v1, lambda *args, **kwargs: loading._load_impl(*args, **kwargs))
+FIRST_PATH_HOOKS = (
+    Hook(gpath._GPath, "_backend", _FIRST, _see_path),
+    Hook(ocp.Checkpointer, "restore", _FIRST, _SEE_CHECKPOINTER),
+    Hook(loading, "_load_impl", _FIRST, _SEE_V1),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,20 +11,29 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.experimental.v1._src.context import context as v1_context
 from orbax.checkpoint.experimental.v1._src.serialization import array_leaf_handler as v1_array_leaf_handler
 
+from orbax_ext.upstream.hooks import Hook
+
 _KNOBS = "_orbax_ext_knobs"
-_create_stock_handler = v1_array_leaf_handler._create_v0_array_handler
+
+Choose = Callable[[Any, type_handlers.ArrayHandler], type_handlers.ArrayHandler]
 
 
-def hook_v1_array_handlers(choose: Callable[[Any, type_handlers.ArrayHandler], type_handlers.ArrayHandler]) -> None:
-    """Makes every v1 Context use the array handler that `choose(context, stock handler)` returns.
-
-    Every supported release of v1 calls a function of this name to make it. Hooking it again replaces the first hook.
-    """
-
+def _create_handler(original: Callable[[Any], type_handlers.ArrayHandler], choose: Choose) -> Callable[[Any], Any]:
+    @functools.wraps(original)
     def create(context: Any) -> type_handlers.ArrayHandler:
-        return choose(context, _create_stock_handler(context))
+        return choose(context, original(context))
 
-    v1_array_leaf_handler._create_v0_array_handler = create
+    return create
+
+
+# Installed for `orbax_ext.v1.context` only, and with a function that returns the handler to use, given the Context and
+# the handler that Orbax made for it. A Context that uses Orbax's own single-replica handler needs no hook of its own.
+CREATE_HANDLER = Hook(
+    v1_array_leaf_handler,
+    "_create_v0_array_handler",
+    "the array handler of every v1 Context",
+    _create_handler,
+)
 
 
 def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from orbax_ext import lab
-from tests.support import plain_orbax, states, trainer_calls, trainers
+from tests.support import states, trainer_calls, trainers
 
 STEPS, SAVE_AT = 6, 3
 
@@ -23,26 +23,37 @@ def checkpoint(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("under_mesh", [False, True], ids=["no mesh", "set_mesh"])
 @pytest.mark.parametrize("name", trainer_calls.TRAINERS)
-def test_our_handler_is_a_one_word_replacement_in(cluster: lab.Cluster, checkpoint: str, name: str) -> None:
-    comparisons = cluster.run(trainer_calls.compare, checkpoint, name)
-    plain_orbax.assert_restored(comparisons)
-    for comparison in comparisons:
-        assert set(states.strategy_names(comparison.strategy.values())) <= {"single", "spread"}
-        assert len(comparison.strategy) == len(states.STATE)
+def test_after_register_an_unchanged_trainer_restores_through_orbax_ext(
+    cluster: lab.Cluster, checkpoint: str, name: str, under_mesh: bool
+) -> None:
+    for outcome in cluster.run(trainer_calls.run, checkpoint, name, "registered", under_mesh):
+        assert outcome.differences == []
+        assert set(outcome.strategies) == {"spread"}
+        assert outcome.served_by == "SingleReplicaArrayHandler.deserialize"
+        assert outcome.handler == "ArrayHandler"
+
+
+@pytest.mark.parametrize("name", [name for name in trainer_calls.TRAINERS if name != "checkpointer_made_before"])
+def test_without_register_the_same_trainer_gets_other_data(cluster: lab.Cluster, checkpoint: str, name: str) -> None:
+    for outcome in cluster.run(trainer_calls.run, checkpoint, name, "stock"):
+        assert "mask: dtype int32, not bool" in outcome.differences
+        assert any(text.startswith("quantized: dtype int32, not int8") for text in outcome.differences)
+
+
+def test_without_register_a_trainer_that_goes_on_can_not_save(cluster: lab.Cluster, checkpoint: str) -> None:
+    run = cluster.submit(trainer_calls.run, checkpoint, "checkpointer_made_before", "stock")
+    assert any("No ArrayMetadata found" in str(outcome) for outcome in run.outcomes(grace=2))
 
 
 @pytest.mark.parametrize("name", ["maxtext", "axlearn"])
-def test_the_stock_handler_changes_the_data_in(cluster: lab.Cluster, checkpoint: str, name: str) -> None:
-    for comparison in cluster.run(trainer_calls.compare, checkpoint, name, "stock"):
-        assert comparison.errors == ((), ()), comparison.messages
-        assert "['mask']: dtype int32, not bool" in comparison.differences
-
-
-def test_the_stock_handler_refuses_the_restore_args_of_orbax_p2p(cluster: lab.Cluster, checkpoint: str) -> None:
-    for comparison in cluster.run(trainer_calls.compare, checkpoint, "orbax_p2p", "stock"):
-        assert comparison.errors == ((), ("ValueError",))
-        assert "Must provide `SingleReplicaArrayRestoreArgs`, but got " in comparison.messages[1]
+def test_our_handler_is_a_one_word_replacement_in(cluster: lab.Cluster, checkpoint: str, name: str) -> None:
+    for outcome in cluster.run(trainer_calls.run, checkpoint, name, "word swapped"):
+        assert outcome.differences == []
+        assert set(outcome.strategies) <= {"single", "spread", "direct"}
+        assert outcome.served_by == ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,16 @@
     orbax_ext.storage.enable_s3()                       # AWS, or what AWS_ENDPOINT_URL and AWS_REGION say
     manager = ocp.CheckpointManager("s3://bucket/run")  # not earlier: it looks at its directory at once
 
-`orbax_ext.register()` enables it too, and `unregister()` disables it again, unless it was enabled before. s3fs is
-imported, and settings are looked up, when the first s3:// path is used. A checkpoint on S3 is complete when it has its
-commit file, as Orbax does it on gs://.
+After `orbax_ext.register()` it is enabled when the first s3:// path is used, and `unregister()` disables it again,
+unless it was enabled before. Only then is s3fs imported, and are settings looked up. A checkpoint on S3 is complete
+when it has its commit file, as Orbax does it on gs://.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from orbax_ext.storage.s3.errors import explain
 from orbax_ext.storage.s3.objects import ObjectStore
@@ -20,10 +21,12 @@ from orbax_ext.storage.s3.settings import Addressing, Settings
 from orbax_ext.storage.s3.sharing import Snapshot
 from orbax_ext.storage.s3.store import S3Store
 from orbax_ext.storage.s3.usage import RequestCounter, Usage
+from orbax_ext.upstream.object_stores import on_first_path
 
 __all__ = [
     "disable_s3",
     "enable_s3",
+    "enable_s3_on_first_path",
     "explain",
     "is_s3",
     "object_store",
@@ -74,6 +77,28 @@ def enable_s3(
             if _store is not None:
                 _store.close()
             _store = S3Store(settings, _counter)
+
+
+def enable_s3_on_first_path() -> Callable[[], None]:
+    """Enables S3 when the first s3:// path is used; returns a function that undoes this. S3 must not be enabled yet."""
+    enabled_here = False
+
+    def enable() -> bool:
+        nonlocal enabled_here
+        if s3_enabled():
+            return False
+        enable_s3()
+        enabled_here = True
+        return True
+
+    stop_watching = on_first_path("s3", enable)
+
+    def undo() -> None:
+        stop_watching()
+        if enabled_here:
+            disable_s3()
+
+    return undo
 
 
 def disable_s3() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,9 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import orbax_ext
 from orbax_ext.storage import s3 as s3_lib
-from orbax_ext.upstream.object_stores import HOOKS
+from orbax_ext.storage.s3.files import S3Files
+from orbax_ext.storage.s3.store import S3Store
+from orbax_ext.upstream.object_stores import FIRST_PATH_HOOKS, HOOKS
 
 
 def hooked() -> list[object]:
@@ -50,19 +53,56 @@ def test_enabling_twice_hooks_once_and_disabling_undoes_it_exactly() -> None:
     assert all(one is other for one, other in zip(before, hooked(), strict=True))
 
 
-def test_register_enables_s3_and_unregister_disables_it_unless_it_was_enabled_before() -> None:
+def test_register_enables_s3_when_the_first_path_is_used_and_unregister_disables_it() -> None:
+    before = hooked()
     orbax_ext.register()
+    assert not s3_lib.s3_enabled()
+    changed = [hook for hook, old, new in zip(HOOKS, before, hooked(), strict=True) if old is not new]
+    assert {(hook.owner, hook.name) for hook in changed} == {(hook.owner, hook.name) for hook in FIRST_PATH_HOOKS}
+    assert isinstance(epath.Path("s3://bucket/run")._backend, S3Files)
     assert s3_lib.s3_enabled()
+    assert isinstance(epath.Path("s3://bucket/other")._backend, S3Files)
     orbax_ext.unregister()
     assert not s3_lib.s3_enabled()
-    with orbax_ext.registered():
-        assert s3_lib.s3_enabled()
-    assert not s3_lib.s3_enabled()
+    assert all(one is other for one, other in zip(before, hooked(), strict=True))
+
+
+def test_unregister_keeps_s3_that_the_user_has_enabled() -> None:
     s3_lib.enable_s3("http://127.0.0.1:1")
     with orbax_ext.registered():
-        pass
+        epath.Path("s3://bucket/run")._backend  # noqa: B018
     assert s3_lib.s3_enabled()
     s3_lib.disable_s3()
+    with orbax_ext.registered():
+        s3_lib.enable_s3("http://127.0.0.1:1")
+    assert s3_lib.s3_enabled()
+    s3_lib.disable_s3()
+
+
+def test_s3_is_enabled_by_the_first_path_in_nested_registrations() -> None:
+    before = hooked()
+    with orbax_ext.registered():
+        with orbax_ext.registered():
+            assert isinstance(epath.Path("s3://bucket/run")._backend, S3Files)
+        assert not s3_lib.s3_enabled()
+        assert isinstance(epath.Path("s3://bucket/run")._backend, S3Files)
+    assert all(one is other for one, other in zip(before, hooked(), strict=True))
+
+
+def test_a_checkpointer_s_first_restore_from_s3_is_inside_the_store_s_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each process would read the metadata of that restore for itself."""
+    roots = []
+
+    def restoring(store: S3Store, root: str, together: bool) -> contextlib.AbstractContextManager[None]:
+        roots.append(root)
+        raise NotADirectoryError(root)  # do not go on to the network
+
+    monkeypatch.setattr(S3Store, "restoring", restoring)
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    with orbax_ext.registered(), pytest.raises(NotADirectoryError):
+        checkpointer.restore("s3://bucket/run")
+    checkpointer.close()
+    assert roots == ["s3://bucket/run"]
 
 
 SPECS = [
