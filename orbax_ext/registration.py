@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import orbax.checkpoint as ocp
@@ -14,11 +14,22 @@ from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
 from orbax_ext import options
-from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.placement import stacked_restore
 from orbax_ext.storage import s3
-from orbax_ext.upstream.array_handler import array_handler_parameters, array_handler_settings, uses_pathways
+from orbax_ext.upstream.array_handler import (
+    PyTreeHandlerArguments,
+    array_handler_parameters,
+    array_handler_settings,
+    pytree_handler_parameters,
+    set_array_handler,
+    uses_pathways,
+)
 from orbax_ext.upstream.v1_contexts import hook_v1_array_handlers, v1_knobs
+
+
+class PyTreeKnobs(HandlerKnobs, PyTreeHandlerArguments, total=False):
+    """The knobs of `BroadcastArrayHandler`, and the arguments of `PyTreeCheckpointHandler`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +44,8 @@ class _Registration:
 _registrations: list[_Registration] = []  # those in force, the latest last
 
 
-def register(**knobs: Any) -> BroadcastArrayHandler:
+@options.with_knobs_in_signature
+def register(**knobs: Unpack[HandlerKnobs]) -> BroadcastArrayHandler:
     """Makes Orbax restore every `jax.Array` through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
     Saving does not change: the new handler has the settings of the one that it replaces. Contexts of Orbax's v1 API
@@ -42,12 +54,12 @@ def register(**knobs: Any) -> BroadcastArrayHandler:
     before.
     """
     previous = type_handlers.get_type_handler(jax.Array)
-    handler = _replacement(previous, knobs)
+    handler = _replacement(previous, dict(knobs))
     hook_v1_array_handlers(handler_for_v1)
-    _registrations.append(_Registration(knobs, previous, enabled_s3=not s3.s3_enabled()))
+    _registrations.append(_Registration(dict(knobs), previous, enabled_s3=not s3.s3_enabled()))
     if _registrations[-1].enabled_s3:
         s3.enable_s3()
-    _set_array_handler(handler)
+    set_array_handler(handler)
     return handler
 
 
@@ -58,15 +70,16 @@ def unregister() -> None:
     _undo_registrations(len(_registrations) - 1)
 
 
+@options.with_knobs_in_signature
 @contextlib.contextmanager
-def registered(**knobs: Any) -> Iterator[BroadcastArrayHandler]:
+def registered(**knobs: Unpack[HandlerKnobs]) -> Iterator[BroadcastArrayHandler]:
     """Calls `register` for a block, and afterwards undoes it and every `register` inside that is still in force."""
     depth, previous = len(_registrations), type_handlers.get_type_handler(jax.Array)
     try:
         yield register(**knobs)
     finally:
         _undo_registrations(depth)
-        _set_array_handler(previous)
+        set_array_handler(previous)
 
 
 def _undo_registrations(depth: int) -> None:
@@ -74,17 +87,18 @@ def _undo_registrations(depth: int) -> None:
     undone = _registrations[depth:]
     del _registrations[depth:]
     if undone:
-        _set_array_handler(undone[0].previous_handler)
+        set_array_handler(undone[0].previous_handler)
     if any(registration.enabled_s3 for registration in undone):
         s3.disable_s3()
 
 
-def pytree_handler(**knobs: Any) -> ocp.PyTreeCheckpointHandler:
+@options.with_knobs_in_signature
+def pytree_handler(**knobs: Unpack[PyTreeKnobs]) -> ocp.PyTreeCheckpointHandler:
     """Returns a `PyTreeCheckpointHandler` with its own registry, for `item_handlers=` and `Checkpointer`.
 
     Takes the knobs of `BroadcastArrayHandler` and those of `PyTreeCheckpointHandler`.
     """
-    array_knobs, pytree_knobs = _split_knobs(knobs)
+    array_knobs, pytree_knobs = _split_knobs(dict(knobs))
     handlers = {kind: type_handlers.get_type_handler(kind) for kind in type_handlers.supported_types()}
     handlers[jax.Array] = _replacement(handlers[jax.Array], array_knobs)
     registry = type_handlers.create_type_handler_registry(*handlers.items())
@@ -154,11 +168,8 @@ def _single_replica_settings(handler: type_handlers.SingleReplicaArrayHandler) -
 
 
 def _split_knobs(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the knobs of our handler, ArrayHandler's included, and all others."""
+    """Returns the knobs of our handler, ArrayHandler's included, and those of PyTreeCheckpointHandler."""
+    options.require_known(knobs, (*array_handler_parameters(), *pytree_handler_parameters()))
     known = {*options.FIELDS, *array_handler_parameters()}
     ours = {name: value for name, value in knobs.items() if name in known}
     return ours, {name: value for name, value in knobs.items() if name not in known}
-
-
-def _set_array_handler(handler: type_handlers.TypeHandler) -> None:
-    type_handlers.register_type_handler(jax.Array, handler, override=True)
