@@ -8,7 +8,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from bench import memory, network
 from bench.scenarios import Scenario
 from bench.strategies import AUTO_WITH_RATES, BASELINES, PLAIN, SINGLE_REPLICA
 from orbax_ext.lab import handlers
+from orbax_ext.options import Strategy
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 
 
@@ -122,7 +123,7 @@ def _handler(scenario: Scenario, strategy: str) -> Any:
     if strategy == AUTO_WITH_RATES:
         storage, fabric = scenario.gbps
         return orbax_ext.BroadcastArrayHandler(strategy="auto", storage_gbps=storage, fabric_gbps=fabric)
-    return orbax_ext.BroadcastArrayHandler(strategy=strategy)
+    return orbax_ext.BroadcastArrayHandler(strategy=cast(Strategy, strategy))
 
 
 def _data(scenario: Scenario, number: int) -> np.ndarray:

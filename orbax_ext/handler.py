@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
 from absl import logging
@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
+from orbax_ext import options
 from orbax_ext.meeting import arrival
 from orbax_ext.meeting.session import Limits, open_session
 from orbax_ext.meeting.threads import Turn, in_thread
-from orbax_ext.options import Options
+from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
@@ -27,9 +28,18 @@ from orbax_ext.request import Request, make_request
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
 from orbax_ext.transfer.verify import verify, verify_alone
-from orbax_ext.upstream.array_handler import ArrayMetadataStore, uses_pathways
+from orbax_ext.upstream.array_handler import (
+    ArrayHandlerArguments,
+    ArrayMetadataStore,
+    array_handler_parameters,
+    uses_pathways,
+)
 
 _turn = Turn()
+
+
+class HandlerKnobs(Knobs, ArrayHandlerArguments, total=False):
+    """Our knobs, and ArrayHandler's own keyword arguments."""
 
 
 class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
@@ -39,46 +49,16 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     it accepts any restore args, and saves just as `ArrayHandler` does.
     """
 
-    def __init__(
-        self,
-        replica_axis_index: int | None = None,
-        primary_replica_id: int | None = 0,
-        broadcast_memory_limit_bytes: int | None = None,
-        broadcast_memory_scaling_factor: float | None = 0.75,
-        *,
-        replica_axis: str | int | Sequence[str | int] | None = None,
-        strategy: Any = "auto",
-        storage_gbps: float | None = None,
-        fabric_gbps: float | None = None,
-        stall_timeout: float = 300.0,
-        timeout: float | None = None,
-        verify: bool = False,
-        progress: bool = True,
-        **array_handler_kwargs: Any,
-    ) -> None:
-        self.options = Options(
-            replica_axis=replica_axis,
-            replica_axis_index=replica_axis_index,
-            primary_replica_id=primary_replica_id,
-            strategy=strategy,
-            storage_gbps=storage_gbps,
-            fabric_gbps=fabric_gbps,
-            broadcast_memory_limit_bytes=broadcast_memory_limit_bytes,
-            broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
-            stall_timeout=stall_timeout,
-            timeout=timeout,
-            verify=verify,
-            progress=progress,
-        )
+    @options.with_knobs_in_signature
+    def __init__(self, *stock: float | None, **knobs: Unpack[HandlerKnobs]) -> None:
+        """Takes positional arguments as `SingleReplicaArrayHandler` does."""
+        given = _by_name(stock, knobs)
+        options.require_known(given, array_handler_parameters())
+        self.options = Options(**{name: value for name, value in given.items() if name in options.FIELDS})
         # Without a store Orbax can't save through this handler: "No ArrayMetadata found".
-        array_handler_kwargs.setdefault("array_metadata_store", ArrayMetadataStore())
-        super().__init__(
-            replica_axis_index=replica_axis_index,
-            primary_replica_id=primary_replica_id,
-            broadcast_memory_limit_bytes=broadcast_memory_limit_bytes,
-            broadcast_memory_scaling_factor=broadcast_memory_scaling_factor,
-            **array_handler_kwargs,
-        )
+        others: dict[str, Any] = {"array_metadata_store": ArrayMetadataStore()}
+        others.update((name, value) for name, value in given.items() if name not in options.FIELDS)
+        super().__init__(**{name: getattr(self.options, name) for name in options.STOCK_FIELDS}, **others)
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[jax.Array]:
         """Restores the leaves; see the base class."""
@@ -171,6 +151,16 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         here = jax.process_index()
         replica = next(row for row, devices in enumerate(table) if any(d.process_index == here for d in devices))
         return mesh_lib.replica_sharding(sharding, mesh_lib.replica_mesh(sharding.mesh, axes, replica))
+
+
+def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns positional and keyword arguments by name; raises TypeError as Python does."""
+    if len(stock) > len(options.STOCK_FIELDS):
+        raise TypeError(f"takes at most {len(options.STOCK_FIELDS)} positional arguments; found {len(stock)}.")
+    positional = dict(zip(options.STOCK_FIELDS, stock, strict=False))
+    if twice := sorted(positional.keys() & knobs.keys()):
+        raise TypeError(f"got multiple values for {', '.join(twice)}.")
+    return {**positional, **knobs}
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+F = TypeVar("F", bound=Callable[..., Any])
 Strategy = Literal["auto", "spread", "single", "direct"]
 
 
@@ -95,4 +98,52 @@ class Options:
         }
 
 
+class Knobs(TypedDict, total=False):
+    """The keyword arguments of `register` and of everything else that takes knobs, for editors and type checkers.
+
+    A test holds it equal to the fields of `Options`. A dict of knobs has only those that were given.
+    """
+
+    replica_axis: str | int | Sequence[str | int] | None
+    replica_axis_index: int | None
+    primary_replica_id: int | None
+    strategy: Strategy
+    storage_gbps: float | None
+    fabric_gbps: float | None
+    broadcast_memory_limit_bytes: int | None
+    broadcast_memory_scaling_factor: float | None
+    stall_timeout: float
+    timeout: float | None
+    verify: bool
+    progress: bool
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(Options))
+STOCK_FIELDS = (  # the knobs of Orbax's SingleReplicaArrayHandler, in the order of its positional arguments
+    "replica_axis_index",
+    "primary_replica_id",
+    "broadcast_memory_limit_bytes",
+    "broadcast_memory_scaling_factor",
+)
+
+
+def require_known(names: Iterable[str], others: Collection[str] = ()) -> None:
+    """Raises TypeError for a name that is neither a knob nor one of `others`, and names the most similar one."""
+    for name in names:
+        if name not in FIELDS and name not in others:
+            similar = difflib.get_close_matches(name, [*FIELDS, *others], n=1)
+            remedy = f"; did you mean {similar[0]!r}?" if similar else "."
+            raise TypeError(f"unknown knob {name!r}{remedy} The knobs are {', '.join(FIELDS)}.")
+
+
+def with_knobs_in_signature(function: F) -> F:
+    """Makes `help()` and notebooks show the knobs and their defaults instead of `**knobs`."""
+    signature = inspect.signature(function)
+    before = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    knobs = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(Options)
+    ]
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Any)
+    function.__signature__ = signature.replace(parameters=[*before, *knobs, others])  # type: ignore[attr-defined]
+    return function

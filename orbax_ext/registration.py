@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import orbax.checkpoint as ocp
@@ -14,18 +14,26 @@ from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
 from orbax_ext import options
-from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.placement import stacked_restore
 from orbax_ext.storage import s3
 from orbax_ext.upstream import stock_handlers
 from orbax_ext.upstream.array_handler import (
+    PyTreeHandlerArguments,
     array_handler_parameters,
     array_handler_settings,
     lend_array_metadata_store,
+    pytree_handler_parameters,
+    set_array_handler,
     uses_pathways,
 )
-from orbax_ext.upstream.hooks import install
+from orbax_ext.upstream.hooks import Hook, install
+from orbax_ext.upstream.object_stores import FIRST_PATH_HOOKS
 from orbax_ext.upstream.v1_contexts import v1_knobs
+
+
+class PyTreeKnobs(HandlerKnobs, PyTreeHandlerArguments, total=False):
+    """The knobs of `BroadcastArrayHandler`, and the arguments of `PyTreeCheckpointHandler`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,8 @@ class _Registration:
 _registrations: list[_Registration] = []  # those in force, the latest last
 
 
-def register(**knobs: Any) -> BroadcastArrayHandler:
+@options.with_knobs_in_signature
+def register(**knobs: Unpack[HandlerKnobs]) -> BroadcastArrayHandler:
     """Makes Orbax restore every `jax.Array` through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
     Orbax's own single-replica handlers are served too, whoever makes them, in whichever registry or v1 Context: their
@@ -49,14 +58,14 @@ def register(**knobs: Any) -> BroadcastArrayHandler:
     settings of the environment unless `storage.enable_s3` was called before.
     """
     previous = type_handlers.get_type_handler(jax.Array)
-    handler = _replacement(previous, knobs)
+    handler = _replacement(previous, dict(knobs))
     with contextlib.ExitStack() as undo:
-        undo.callback(_set_array_handler, previous)
+        undo.callback(set_array_handler, previous)
         undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
         if not s3.s3_enabled():
             undo.callback(s3.enable_s3_on_first_path())
-        _set_array_handler(handler)
-        _registrations.append(_Registration(knobs, handler, undo.pop_all()))
+        set_array_handler(handler)
+        _registrations.append(_Registration(dict(knobs), handler, undo.pop_all()))
     return handler
 
 
@@ -67,15 +76,28 @@ def unregister() -> None:
     _undo_registrations(len(_registrations) - 1)
 
 
+@options.with_knobs_in_signature
 @contextlib.contextmanager
-def registered(**knobs: Any) -> Iterator[BroadcastArrayHandler]:
+def registered(**knobs: Unpack[HandlerKnobs]) -> Iterator[BroadcastArrayHandler]:
     """Calls `register` for a block, and afterwards undoes it and every `register` inside that is still in force."""
     depth, previous = len(_registrations), type_handlers.get_type_handler(jax.Array)
     try:
         yield register(**knobs)
     finally:
         _undo_registrations(depth)
-        _set_array_handler(previous)
+        set_array_handler(previous)
+
+
+def hooks() -> tuple[Hook, ...]:
+    """Returns the hooks that `register` installs."""
+    return (*stock_handlers.HOOKS, *FIRST_PATH_HOOKS)
+
+
+def stock_handler_is_unserved() -> bool:
+    """Returns whether Orbax's own single-replica handler is registered, and orbax_ext is not."""
+    handler = type_handlers.get_type_handler(jax.Array)
+    stock = isinstance(handler, type_handlers.SingleReplicaArrayHandler)
+    return stock and not isinstance(handler, BroadcastArrayHandler) and not _registrations
 
 
 def _undo_registrations(depth: int) -> None:
@@ -95,12 +117,13 @@ def _handler_for_stock(stock: type_handlers.ArrayHandler) -> BroadcastArrayHandl
     return _replacement(stock, registration.knobs)
 
 
-def pytree_handler(**knobs: Any) -> ocp.PyTreeCheckpointHandler:
+@options.with_knobs_in_signature
+def pytree_handler(**knobs: Unpack[PyTreeKnobs]) -> ocp.PyTreeCheckpointHandler:
     """Returns a `PyTreeCheckpointHandler` with its own registry, for `item_handlers=` and `Checkpointer`.
 
     Takes the knobs of `BroadcastArrayHandler` and those of `PyTreeCheckpointHandler`.
     """
-    array_knobs, pytree_knobs = _split_knobs(knobs)
+    array_knobs, pytree_knobs = _split_knobs(dict(knobs))
     handlers = {kind: type_handlers.get_type_handler(kind) for kind in type_handlers.supported_types()}
     handlers[jax.Array] = _replacement(handlers[jax.Array], array_knobs)
     registry = type_handlers.create_type_handler_registry(*handlers.items())
@@ -157,11 +180,8 @@ def handler_for_v1(context: Any, stock: type_handlers.ArrayHandler) -> type_hand
 
 
 def _split_knobs(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the knobs of our handler, ArrayHandler's included, and all others."""
+    """Returns the knobs of our handler, ArrayHandler's included, and those of PyTreeCheckpointHandler."""
+    options.require_known(knobs, (*array_handler_parameters(), *pytree_handler_parameters()))
     known = {*options.FIELDS, *array_handler_parameters()}
     ours = {name: value for name, value in knobs.items() if name in known}
     return ours, {name: value for name, value in knobs.items() if name not in known}
-
-
-def _set_array_handler(handler: type_handlers.TypeHandler) -> None:
-    type_handlers.register_type_handler(jax.Array, handler, override=True)

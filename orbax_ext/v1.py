@@ -14,15 +14,17 @@ as it does for every other user of Orbax's own single-replica handler.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
-from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext import options
+from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.registration import handler_for_v1
 from orbax_ext.upstream.hooks import install
 from orbax_ext.upstream.v1_contexts import CREATE_HANDLER, v1_context_with
 
 
-def context(context: Any = None, **knobs: Any) -> Any:
+@options.with_knobs_in_signature
+def context(context: Any = None, **knobs: Unpack[HandlerKnobs]) -> Any:
     """Returns a v1 `Context` whose arrays are loaded through orbax_ext; takes the knobs of `BroadcastArrayHandler`.
 
     It has all options of the given Context, or of the active one. If that has `use_load_and_broadcast` set, its
@@ -30,7 +32,7 @@ def context(context: Any = None, **knobs: Any) -> Any:
     """
     BroadcastArrayHandler(**knobs)  # raises for bad knobs here, not in the first load
     _install_hook()
-    return v1_context_with(context, knobs)
+    return v1_context_with(context, dict(knobs))
 
 
 @functools.cache

@@ -29,11 +29,18 @@ LAYERS = (
     {"handler"},
     {"registration", "v1", "latest", "emergency", "background", "orbax_ext"},  # orbax_ext is __init__.py
     {"lab"},
-    {"cli"},
+    {"cli", "__main__"},
 )
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 PURE = {"numpy", "orbax_ext", "__future__"} | set(sys.stdlib_module_names)
-LIGHT = ("--help", "doctor --help", "plan --help", "report --help", "patch --help")  # commands that do not need JAX
+LIGHT = (
+    "--help",
+    "doctor --help",
+    "plan --help",
+    "report --help",
+    "patch --help",
+    "run --help",
+)  # commands that do not need JAX
 MOST_FILES, MOST_LINES, MOST_METHODS = 16, 350, 20
 TOO_LARGE = {"orbax_ext.meeting.session", "orbax_ext.meeting.session.Session"}  # until the meeting is divided
 

@@ -15,6 +15,7 @@ import orbax_ext
 from orbax_ext import registration
 from orbax_ext.options import Options
 from orbax_ext.upstream import object_stores, stock_handlers, v1_contexts
+from tests.support import states
 
 
 def current() -> type_handlers.TypeHandler:
@@ -72,7 +73,7 @@ def test_registered_restores_the_previous_handler_after_an_exception() -> None:
 def test_a_bad_knob_leaves_the_registry_alone() -> None:
     stock = current()
     with pytest.raises(ValueError, match="strategy"):
-        orbax_ext.register(strategy="fast")
+        orbax_ext.register(strategy="fast")  # type: ignore[arg-type]
     assert current() is stock
 
 
@@ -100,6 +101,25 @@ def test_the_handler_takes_the_arguments_of_the_stock_one() -> None:
         broadcast_memory_scaling_factor=0.5,
     )
     assert (handler.replica_axis_index, handler.primary_replica_id) == (1, 2)
+
+
+def test_too_many_or_repeated_positional_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="at most 4 positional arguments; found 5"):
+        orbax_ext.BroadcastArrayHandler(1, 2, 3, 0.5, 6)
+    with pytest.raises(TypeError, match="multiple values for replica_axis_index"):
+        orbax_ext.BroadcastArrayHandler(1, replica_axis_index=1)
+
+
+@pytest.mark.core
+def test_registering_logs_no_warning_about_overriding() -> None:
+    with states.logged() as lines:
+        orbax_ext.register()
+        orbax_ext.unregister()
+        with orbax_ext.registered():
+            pass
+        assert [line for line in lines if "overriding" in line] == []
+        type_handlers.register_type_handler(jax.Array, current(), override=True)
+        assert "overriding" in lines[-1]  # Orbax warns when others replace a handler
 
 
 def test_restore_args_have_the_shapes_dtypes_and_shardings_of_the_abstract_tree() -> None:

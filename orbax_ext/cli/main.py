@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from orbax_ext import version
@@ -21,6 +21,7 @@ COMMANDS = {
     "patch": "apply the patches to a source tree of Orbax",
     "plan": "forecast a restore on a given mesh: bytes, seconds, memory",
     "report": "show where the time of a restore went, on all processes",
+    "run": "run a Python program with orbax_ext registered",
     "verify": "compare a checkpoint with the digests stored beside it, or write them",
 }
 _FOLDERS = ("check", "doctor")  # commands that are a folder with a module `command`
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
             name = f"orbax-ext {args.command}"
-            good: bool = args.run(args)
+            outcome: bool | Callable[[], int] = args.run(args)
         finally:
             sys.stdout.flush()  # raises BrokenPipeError here rather than when Python exits
     except exits.UserError as error:
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `orbax-ext ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the pipe again at exit
         return exits.EXIT_BROKEN_PIPE
-    return exits.EXIT_OK if good else exits.EXIT_BAD_VERDICT
+    if callable(outcome):  # the program of `run`: Python decides what its exceptions mean, not this function
+        return outcome()
+    return exits.EXIT_OK if outcome else exits.EXIT_BAD_VERDICT
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,18 +7,59 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
+import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
-from orbax.checkpoint._src.serialization import jax_array_restore_args, serialization, tensorstore_utils
+from orbax.checkpoint._src.serialization import (
+    jax_array_restore_args,
+    serialization,
+    tensorstore_utils,
+    type_handler_registry,
+)
 
 ArrayMetadataStore = array_metadata_store.Store
 Format = jax_array_restore_args.Format
 ShardingMetadata = sharding_metadata.ShardingMetadata
+
+
+class ArrayHandlerArguments(TypedDict, total=False):
+    """ArrayHandler's own keyword arguments, those of all supported releases."""
+
+    metadata_key: str | None
+    primary_host: int | None
+    replica_id: int | None
+    use_replica_parallel: bool | None
+    min_slice_bytes_for_replica_parallel: int | None
+    max_replicas_for_replica_parallel: int | None
+    enable_write_sharding_file: bool
+    array_metadata_store: Any
+    enable_replica_parallel_separate_folder: bool
+    dispatcher: Any
+    callback: Any  # since 0.12
+
+
+class PyTreeHandlerArguments(TypedDict, total=False):
+    """PyTreeCheckpointHandler's keyword arguments, those of all supported releases, without its registry."""
+
+    aggregate_filename: str | None
+    save_concurrent_gb: int | None
+    restore_concurrent_gb: int | None
+    save_device_host_concurrent_gb: int | str | None
+    memory_limit_options: Any  # since 0.12
+    use_ocdbt: bool
+    use_zarr3: bool
+    use_compression: bool
+    multiprocessing_options: Any
+    handler_impl: Any
+    pytree_metadata_options: Any
+    array_metadata_validator: Any
+    enable_pinned_host_transfer: bool | None
+    is_prioritized_key_fn: Any
 
 
 def sharding_from_text(text: str | None) -> Any:
@@ -42,6 +83,21 @@ def array_context(in_database: bool) -> Any:
 def array_handler_parameters() -> tuple[str, ...]:
     """Returns the names of ArrayHandler's keyword arguments in this release."""
     return tuple(inspect.signature(type_handlers.ArrayHandler).parameters)
+
+
+def pytree_handler_parameters() -> tuple[str, ...]:
+    """Returns the names of PyTreeCheckpointHandler's keyword arguments in this release, without its registry."""
+    names = inspect.signature(ocp.PyTreeCheckpointHandler).parameters
+    return tuple(name for name in names if name != "type_handler_registry")
+
+
+def set_array_handler(handler: type_handlers.TypeHandler) -> None:
+    """Makes this the handler of `jax.Array` in Orbax's global registry.
+
+    `type_handlers.register_type_handler` does the same, but logs a warning each time that it overrides a handler.
+    """
+    registry = type_handler_registry.GLOBAL_TYPE_HANDLER_REGISTRY
+    registry.add(jax.Array, handler, override=True, ignore_warnings=True)
 
 
 def array_handler_settings(handler: type_handlers.ArrayHandler) -> dict[str, Any]:

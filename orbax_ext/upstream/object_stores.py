@@ -203,7 +203,7 @@ def _of_v1(path: Any, *args: Any, **kwargs: Any) -> tuple[str, bool]:
     return os.fspath(path), options.active_processes is None
 
 
-_FIRST = "sees the first path of the scheme, before the store's own hooks are installed"
+_FIRST = "sees the first path of an object store, and only then installs the hooks for it"
 _LEAF_HANDLERS = (type_handlers.ArrayHandler, type_handlers.NumpyHandler, type_handlers.StringHandler)
 _LEAF_OPERATIONS = ("deserialize", "metadata", "_background_serialize")
 _ERRORS = "passes on errors of TensorStore, which do not say what to do"

@@ -16,21 +16,15 @@ import jax
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.serialization import jax_array_handlers
 
+from orbax_ext.options import STOCK_FIELDS
 from orbax_ext.upstream.hooks import Hook, serving
 
 Choose = Callable[[type_handlers.ArrayHandler], type_handlers.ArrayHandler | None]
 
-_SETTINGS = (
-    "replica_axis_index",
-    "primary_replica_id",
-    "broadcast_memory_limit_bytes",
-    "broadcast_memory_scaling_factor",
-)
-
 
 def single_replica_settings(handler: type_handlers.SingleReplicaArrayHandler) -> dict[str, Any]:
     """Returns the arguments that such a handler has beside those of ArrayHandler."""
-    return {name: getattr(handler, name) for name in _SETTINGS}
+    return {name: getattr(handler, name) for name in STOCK_FIELDS}
 
 
 def _deserialize(original: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
@@ -81,13 +75,13 @@ def _broadcast(original: Callable[..., Any], choose: Choose) -> Callable[..., An
 HANDLER = Hook(
     type_handlers.SingleReplicaArrayHandler,
     "deserialize",
-    "restores of every stock handler; the function below is reached only with restore args and meshes that it accepts",
+    "the restore of every stock handler, also with restore args and meshes that it refuses",
     _deserialize,
 )
 FUNCTION = Hook(
     jax_array_handlers,
     "_single_replica_deserialize_and_broadcast",
-    "the same for subclasses that have a `deserialize` of their own and call this function",
+    "the restore of subclasses with a `deserialize` of their own",
     _broadcast,
 )
 HOOKS = (HANDLER, FUNCTION)

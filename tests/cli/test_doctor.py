@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
+from orbax.checkpoint import type_handlers
 
+import orbax_ext
 from orbax_ext import version
 from orbax_ext.cli import exits, main
 from orbax_ext.cli.doctor import command, installation
@@ -98,4 +101,26 @@ def test_a_runtime_that_does_not_start_breaks_a_restore(monkeypatch: pytest.Monk
     check = installation.runtime()
     assert check.state == "bad"
     assert "no-such-platform" in check.detail
-    assert command.Diagnosis({}, installation.Files("other"), [], [check], registered=True).breaking == ["JAX runtime"]
+    assert command.Diagnosis({}, installation.Files("other"), [], [check], [], registered=True).breaking == [
+        "JAX runtime"
+    ]
+
+
+def test_a_stock_handler_that_is_registered_and_not_served_breaks_a_restore() -> None:
+    assert installation.stock_handlers(installation.hooks()).state == "ok"
+    before = type_handlers.get_type_handler(jax.Array)
+    try:
+        type_handlers.register_type_handler(jax.Array, type_handlers.SingleReplicaArrayHandler(), override=True)
+        check = installation.stock_handlers(installation.hooks())
+        assert (check.state, check.detail.rpartition(": ")[2]) == ("bad", "call orbax_ext.register()")
+        with orbax_ext.registered():
+            type_handlers.register_type_handler(jax.Array, type_handlers.SingleReplicaArrayHandler(), override=True)
+            assert installation.stock_handlers(installation.hooks()).state == "ok"
+    finally:
+        type_handlers.register_type_handler(jax.Array, before, override=True)
+
+
+def test_a_release_without_a_hooked_function_breaks_a_restore() -> None:
+    check = installation.stock_handlers([installation.HookedFunction("module.function", "why", "all", present=False)])
+    assert check.state == "bad"
+    assert "does not have module.function" in check.detail

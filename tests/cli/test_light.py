@@ -49,12 +49,15 @@ COMMANDS = {
     "patch": ["patch", "--to", "{tmp}"],
     "patch --reverse": ["patch", "--to", "{tmp}", "--reverse"],
     "doctor --help": ["doctor", "--help"],
+    "run --help": ["run", "--help"],
+    "run": ["run", "--replica-axis", "dp", "{tmp}/model.py"],
 }
 REFUSED = {
     "no command": [],
     "an unknown command": ["plant"],
     "a bad option": ["plan", "--no-such-option"],
     "a missing file": ["plan", "--shapes", "{tmp}/none", "--mesh", "dp=4", "--processes", "4"],
+    "a bad knob": ["run", "--timeout", "soon", "{tmp}/model.py"],
     "a report that is none": ["report", "{tmp}/model.txt"],
 }
 
@@ -63,6 +66,7 @@ REFUSED = {
 def tmp(tmp_path: pathlib.Path) -> pathlib.Path:
     """A directory with a described model, a report, and Orbax's files that the patches change."""
     (tmp_path / "model.txt").write_text(MODEL)
+    (tmp_path / "model.py").write_text("model = 1")
     (tmp_path / "report.json").write_text(reports.make_report(4).to_json())
     for path, data in files_to_patch().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from orbax_ext.cli import exits, main
 from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
+from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import notation
 from tests.support import states
 from tests.support.fault_injection import damaging
@@ -55,7 +56,7 @@ def test_a_checkpoint_that_restores_is_ok_and_measured(cluster: lab.Cluster, sav
 
 @pytest.mark.parametrize("strategy", ["spread", "single", "direct"])
 def test_what_plan_forecasts_is_what_is_read_and_received(
-    cluster: lab.Cluster, saved: str, strategy: str, capsys: pytest.CaptureFixture[str]
+    cluster: lab.Cluster, saved: str, strategy: Strategy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = cluster.run(rehearsal.rehearse, CheckRequest(saved, strategy=strategy))[0]
     assert main.main(["plan", saved, "--mesh", "pp=1,dp=4,tp=8", "--processes", "4", "--json"]) == exits.EXIT_OK

@@ -18,7 +18,7 @@ from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
-KNOBS = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
+KNOBS: dict[str, Any] = {"replica_axis": "dp", "strategy": "single", "stall_timeout": 20}
 
 
 @pytest.fixture(scope="module")

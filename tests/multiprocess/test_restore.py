@@ -11,6 +11,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
+from orbax_ext.options import Strategy
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
@@ -168,7 +169,7 @@ def restore_with_different_limits(path: str) -> int:
     return restore_and_count_groups(path, {"replica_axis": "dp", "broadcast_memory_limit_bytes": limit})
 
 
-def count_arrays_alive_after_drop(path: str, strategy: str) -> int:
+def count_arrays_alive_after_drop(path: str, strategy: Strategy) -> int:
     """Returns the number of arrays that stay until Python collects garbage, which may be too late."""
     abstract = states.abstract_state(states.STATE, states.REPORTED_MESH.make())
     args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))

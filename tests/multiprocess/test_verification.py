@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -16,7 +17,7 @@ from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
-KNOBS = {"replica_axis": "dp", "stall_timeout": 30, "verify": True}
+KNOBS: dict[str, Any] = {"replica_axis": "dp", "stall_timeout": 30, "verify": True}
 STATE = {**states.STATE, "tied": Spec((8, 4), "float32", P("tp")), "nested": Spec((4, 6), "int8", P(None, "tp"))}
 
 

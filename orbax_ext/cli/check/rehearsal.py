@@ -104,8 +104,10 @@ def _restore(
     session: Session, request: CheckRequest, item: checkpoint.CheckpointItem, specs: Specs, mesh: Mesh
 ) -> dict[str, Any]:
     """Restores one item and returns what this process measured. An error of one process is raised on all."""
-    limits = {"stall_timeout": min(300.0, request.timeout), "timeout": request.timeout}
-    handler = pytree_handler(strategy=request.strategy, verify=True, **limits)
+    stall_timeout = min(300.0, request.timeout)
+    handler = pytree_handler(
+        strategy=request.strategy, verify=True, stall_timeout=stall_timeout, timeout=request.timeout
+    )
     failure: dict[str, str] = {}
     publish(None)
     try:

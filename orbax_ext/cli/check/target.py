@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from orbax_ext import text as text_lib
+from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import described, notation
 from orbax_ext.storage import checkpoint
 
@@ -22,7 +23,7 @@ class CheckRequest:
     mesh: notation.Axes | None = None
     rules: tuple[notation.Rule, ...] = ()
     timeout: float = 600.0
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
 
 
 def choose_mesh(

@@ -40,6 +40,7 @@ class Diagnosis:
     files: installation.Files
     findings: Sequence[Finding]
     checks: Sequence[installation.Check]
+    hooks: Sequence[installation.HookedFunction]
     registered: bool  # whether the program calls orbax_ext.register()
 
     @property
@@ -61,8 +62,11 @@ def run(args: argparse.Namespace) -> bool:
     files = installation.orbax_files()
     probed = {} if args.quick else probing.run([defect.probe for defect in DEFECTS if defect.probe])
     findings = [judge(defect, versions["orbax-checkpoint"], files, probed) for defect in DEFECTS]
-    checks = [installation.s3()] if args.quick else [installation.runtime(), *installation.cluster(), installation.s3()]
-    diagnosis = Diagnosis(versions, files, findings, checks, args.registered)
+    hooks = [] if args.quick else installation.hooks()
+    checks = [installation.s3()]
+    if not args.quick:
+        checks = [installation.stock_handlers(hooks), installation.runtime(), *installation.cluster(), *checks]
+    diagnosis = Diagnosis(versions, files, findings, checks, hooks, args.registered)
     print(json.dumps(_data(diagnosis), indent=2) if args.json else "\n".join(_lines(diagnosis)))
     return not diagnosis.breaking
 
@@ -99,6 +103,7 @@ def _data(diagnosis: Diagnosis) -> dict[str, Any]:
         "orbax_files": dataclasses.asdict(diagnosis.files),
         "defects": defects,
         "checks": [dataclasses.asdict(check) for check in diagnosis.checks],
+        "hooks": [dataclasses.asdict(hook) for hook in diagnosis.hooks],
         "breaking": diagnosis.breaking,
     }
 
@@ -115,6 +120,9 @@ def _lines(diagnosis: Diagnosis) -> list[str]:
             lines.append(f"          fixed by: {', '.join(defect.remedies)}  {' '.join(defect.links)}".rstrip())
     lines += ["", "This machine"]
     lines += [f"  {check.state:7} {check.name}: {check.detail}" for check in diagnosis.checks]
+    if diagnosis.hooks:
+        lines += ["", "Functions that register() takes over; last_report().served_by names the one that was called"]
+        lines += [f"  {'ok' if hook.present else 'absent':7} {hook.name}: {hook.why}" for hook in diagnosis.hooks]
     return [*lines, "", *_conclusion(diagnosis.breaking, diagnosis.registered)]
 
 

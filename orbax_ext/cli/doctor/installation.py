@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from orbax_ext import lab, version
 from orbax_ext import text as text_lib
@@ -84,6 +85,36 @@ def cluster() -> list[Check]:
     except lab.RunFailedError as error:
         checks.append(Check("coordination service", "bad", str(error).splitlines()[0]))
     return checks
+
+
+@dataclasses.dataclass(frozen=True)
+class HookedFunction:
+    """A function of Orbax that `register()` takes over."""
+
+    name: str
+    why: str
+    releases: str
+    present: bool  # in the installed release
+
+
+def hooks() -> list[HookedFunction]:
+    """Returns the functions that `register()` takes over."""
+    from orbax_ext import registration  # here, because it imports JAX
+
+    return [HookedFunction(hook.label, hook.why, hook.releases, hook.exists) for hook in registration.hooks()]
+
+
+def stock_handlers(hooked: Sequence[HookedFunction]) -> Check:
+    """Checks that Orbax's own single-replica handler is served once orbax_ext is registered."""
+    from orbax_ext import registration
+
+    name = "stock handlers"
+    if missing := [function.name for function in hooked if not function.present]:
+        return Check(name, "bad", f"this Orbax does not have {', '.join(missing)}: its own handler is not served")
+    if registration.stock_handler_is_unserved():
+        detail = "Orbax's own single-replica handler is registered in this process, and orbax_ext is not"
+        return Check(name, "bad", f"{detail}: call orbax_ext.register()")
+    return Check(name, "ok", "register() serves every SingleReplicaArrayHandler, whoever makes it")
 
 
 def s3() -> Check:

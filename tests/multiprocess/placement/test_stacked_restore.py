@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 import orbax_ext
 from orbax_ext import lab
+from orbax_ext.options import Strategy
 from tests.support.placement import EXPLICIT, P, assert_holds, make_mesh
 
 ONE: dict[str, Any] = {
@@ -41,7 +42,7 @@ def save(path: str, stacked: bool) -> None:
         checkpointer.save(path, args=ocp.args.PyTreeSave(state))
 
 
-def restore(path: str, stacked: bool, allow: bool, types: Any, strategy: str) -> str:
+def restore(path: str, stacked: bool, allow: bool, types: Any, strategy: Strategy) -> str:
     """Restores as stacked or not, whatever the checkpoint is; returns the error and its notes if it fails."""
     tree = abstract(stacked, types)
     args = ocp.args.PyTreeRestore(tree, restore_args=orbax_ext.restore_args(tree, stacked=allow))

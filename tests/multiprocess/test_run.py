@@ -1,0 +1,58 @@
+"""`orbax-ext run` on real processes: a program that does not know orbax_ext, under plain Python and under `run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from orbax_ext.report.report import RestoreReport
+from tests.support import states
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "support" / "program.py"
+PROCESSES = 4
+LIMIT = 240.0
+PLAIN = (sys.executable,)
+RUN = (sys.executable, "-m", "orbax_ext", "run", "--replica-axis", "data", "--report", "restore.json")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("run") / "checkpoint"
+    launch(path.parent, PLAIN, "save", str(path))
+    return str(path)
+
+
+def test_a_program_runs_unchanged_and_process_0_leaves_the_report(checkpoint: str, tmp_path: pathlib.Path) -> None:
+    assert launch(tmp_path, [*RUN, "--strategy", "spread"], "plain", checkpoint) == [{}] * PROCESSES
+    assert [path.parent.name for path in tmp_path.rglob("restore.json")] == ["0"]
+    report = RestoreReport.from_json((tmp_path / "0" / "restore.json").read_text())
+    assert (report.processes, sorted(report.members), report.leaves) == (PROCESSES, [*range(PROCESSES)], 4)
+    assert set(states.strategy_names(report.strategy.values())) == {"spread"}
+
+
+def launch(folder: pathlib.Path, command: Sequence[str], mode: str, path: str) -> list[dict[str, str]]:
+    """Runs the program on all processes, each in a folder of its own; returns what each printed as its last line."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    processes = []
+    for rank in range(PROCESSES):
+        (folder / str(rank)).mkdir(parents=True)
+        words = [*command, str(PROGRAM), coordinator, str(PROCESSES), str(rank), mode, path]
+        processes.append(subprocess.Popen(words, cwd=folder / str(rank), env=env, stdout=-1, stderr=-1, text=True))
+    try:
+        ended = [(process.communicate(timeout=LIMIT), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [code for _, code in ended] == [3] * PROCESSES, "\n".join(err for (_, err), _ in ended)
+    return [json.loads((out.splitlines() or ["{}"])[-1]) if mode != "save" else {} for (out, _), _ in ended]
