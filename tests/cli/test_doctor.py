@@ -75,11 +75,14 @@ def test_doctor_finds_the_defects_of_the_installed_orbax(capsys: pytest.CaptureF
         assert defect["present"] == BY_ID[defect["id"]].in_release(installed), defect
         assert defect["how"] == ("probed" if BY_ID[defect["id"]].probe else "files"), defect
     assert {check["name"]: check["state"] for check in data["checks"]} == {
+        "stock handlers": "ok",
         "JAX runtime": "ok",
         "coordination service": "ok",
         "collectives": "ok",
         "S3": "ok",
     }
+    assert data["hooks"]
+    assert all(hook["present"] for hook in data["hooks"])
     assert data["breaking"] == [d["id"] for d in data["defects"] if d["present"] and d["breaks_restore"]]
 
 
