@@ -3,8 +3,8 @@
 A restore raises, on all processes:
 
     RestoreError
-      RestoreFailedError    a process failed; the message names it. If all failed processes raised the same built-in
-                            type, the error has that type too: `except ValueError` catches it
+      RestoreFailedError    a process failed; the message names it. The error also has the most specific built-in type
+                            that the errors of all failed processes share: `except ValueError` catches it
       RestoreTimeoutError   processes did not arrive or stopped advancing; the message names them
       PlanMismatchError     the processes do not agree on what to restore
 
@@ -69,10 +69,9 @@ class RestoreFailedError(RestoreError):
 
 def restore_failed(failures: Mapping[int, ProcessFailure]) -> RestoreFailedError:
     """Returns a `RestoreFailedError` that also has the built-in type that all failures share, if there is one."""
-    kinds = {failure.kind for failure in failures.values()}
-    if len(kinds) == 1:
+    for kind in _shared_kinds({failure.kind for failure in failures.values()}):
         try:
-            return _failed_type(kinds.pop())(failures)
+            return _failed_type(kind.__name__)(failures)
         except TypeError:  # a type that can't be made from a message, such as UnicodeDecodeError
             pass
     return RestoreFailedError(failures)
@@ -83,13 +82,21 @@ def builtin_kind(error: BaseException) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
 
 
+def _shared_kinds(names: Collection[str]) -> list[type[Exception]]:
+    """Returns the built-in exceptions that all of these are, the most specific first."""
+    kinds = [getattr(builtins, name, None) for name in names]
+    # The names come from other processes, so only built-in exceptions are accepted.
+    exceptions = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)]
+    if not exceptions or len(exceptions) < len(kinds):
+        return []
+    specific = [kind for kind in exceptions[0].__mro__ if issubclass(kind, Exception) and kind is not Exception]
+    return [kind for kind in specific if all(issubclass(other, kind) for other in exceptions)]
+
+
 @functools.cache
-def _failed_type(kind: str) -> type[RestoreFailedError]:
-    # The name comes from another process, so only built-in exceptions are accepted.
-    builtin = getattr(builtins, kind, None)
-    if not (isinstance(builtin, type) and issubclass(builtin, Exception)) or builtin is Exception:
-        return RestoreFailedError
-    return type(RestoreFailedError.__name__, (RestoreFailedError, builtin), {"__module__": __name__})
+def _failed_type(builtin: str) -> type[RestoreFailedError]:
+    kinds = (RestoreFailedError, getattr(builtins, builtin))
+    return type(RestoreFailedError.__name__, kinds, {"__module__": __name__})
 
 
 class RestoreTimeoutError(RestoreError):

@@ -21,6 +21,7 @@ from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
+from orbax_ext.plan.topology import meshes_without
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
@@ -79,6 +80,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
                     plan = self._plan(request, limit, recorder)
+            _log_meshes(request, self.options)
             _log_direct(request, plan)
             # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.
             if self._anything_travels(request) or request.concerns_all_processes:
@@ -173,6 +175,17 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         yield
     finally:
         _turn.give_back(loop)
+
+
+def _log_meshes(request: Request, options: Options) -> None:
+    lacking = meshes_without(request.mesh_infos, options.axes or ())
+    if lacking:
+        logging.info(
+            "orbax_ext: the replica axis %s is not an axis of the mesh %s: leaves on it travel along the axes that "
+            "nothing is sharded over, or are read directly",
+            ", ".join(map(repr, options.axes or ())),
+            " and ".join(dict.fromkeys(map(str, lacking))),
+        )
 
 
 def _log_direct(request: Request, plan: RestorePlan) -> None:

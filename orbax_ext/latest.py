@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from orbax_ext import errors, text
 from orbax_ext.meeting.session import Limits, gather, open_session, tell_absent, withdraw_absent
-from orbax_ext.meeting.wire import MAX_ERROR, failure_to_json, failures_from_json
+from orbax_ext.meeting.wire import MAX_ERROR, Contribution, failure_to_json, failures_from_json
+from orbax_ext.upstream.steps import COMMIT_FILE, steps_without_commit
 
 _MOST_STEPS = 2000  # that are tried: their numbers fit into one contribution to a meeting
 _SUBJECT = "fallback"
@@ -43,6 +45,9 @@ def restore_latest_valid(
 ) -> ValidRestore:
     """Restores the newest step that every process can restore; tries one step after the other.
 
+    Reloads the manager first, so that it knows steps of other jobs and forgets steps that were never finished. A step
+    without its commit file is skipped without an attempt.
+
     Args:
       manager: A `CheckpointManager`.
       args: The `args` of `manager.restore`.
@@ -56,20 +61,50 @@ def restore_latest_valid(
       RestoreError: No step could be restored; the message has the reason for each.
     """
     limits = Limits(stall_timeout, timeout)
-    seen = sorted(manager.all_steps(read=True), reverse=True) if steps is None else list(steps)
-    agreed = gather(_SUBJECT, {"steps": [int(step) for step in seen[:_MOST_STEPS]]}, limits)[0]["steps"]
+    agreed, unfinished = _agree_on_steps(manager, steps, limits)
     skipped: dict[int, str] = {}
     for step in agreed:
-        state, reason = _attempt(manager, int(step), args, restore_kwargs, limits)
+        if step in unfinished:
+            reason = f"its commit file {COMMIT_FILE} is missing: the save of this step did not finish"
+        else:
+            state, reason = _attempt(manager, step, args, restore_kwargs, limits)
         if not reason:
-            return ValidRestore(int(step), state, skipped)
+            return ValidRestore(step, state, skipped)
         logging.warning("orbax_ext: skipping step %d: %s", step, reason)
-        skipped[int(step)] = reason
+        skipped[step] = reason
     if not skipped:
         raise errors.RestoreError(f"there is no step to restore in {manager.directory}")
     lines = "\n".join(f"step {step}: {reason}" for step, reason in skipped.items())
     tried = text.count(len(skipped), "step")
     raise errors.RestoreError(f"tried {tried} in {manager.directory} and could restore none:\n{lines}")
+
+
+def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -> tuple[list[int], set[int]]:
+    """Returns the steps to try and those of them without a commit file, as process 0 sees them.
+
+    An error of one process is raised on all of them.
+    """
+    mine: Contribution
+    try:
+        mine = _steps_here(manager, steps)
+    except errors.RestoreError:  # raised on all processes already
+        raise
+    except Exception as error:
+        mine = failure_to_json(error)
+    arrivals = gather(_SUBJECT, mine, limits)
+    hosts = {process: str(arrival["host"]) for process, arrival in arrivals.items()}
+    if failed := failures_from_json(arrivals, hosts, "list steps"):
+        raise errors.restore_failed(failed)
+    return list(arrivals[0]["steps"]), set(arrivals[0]["unfinished"])
+
+
+def _steps_here(manager: Any, steps: Sequence[int] | None) -> dict[str, list[int]]:
+    manager.reload()
+    listed = [int(step) for step in manager.all_steps()]
+    unfinished = steps_without_commit(manager, listed) if jax.process_index() == 0 else []
+    chosen = sorted({*listed, *unfinished}, reverse=True) if steps is None else [int(step) for step in steps]
+    chosen = chosen[:_MOST_STEPS]
+    return {"steps": chosen, "unfinished": [step for step in unfinished if step in chosen]}
 
 
 def _attempt(manager: Any, step: int, args: Any, restore_kwargs: Mapping[str, Any], limits: Limits) -> tuple[Any, str]:

@@ -64,10 +64,8 @@ async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any]
         for index, (info, arg, sharding) in enumerate(zip(infos, args, shardings, strict=True))
         if not _is_key(saved.get(info.name)) and (sharding is None or _shape(arg) is None or _dtype(arg) is None)
     ]
-    stored = {}
-    if incomplete:
-        metadata = await array_metadata.read(handler, [infos[index] for index in incomplete])
-        stored = dict(zip(incomplete, metadata, strict=True))
+    stored = await _look_up(handler, infos, [index for index in incomplete if shardings[index] is not None], False)
+    stored |= await _look_up(handler, infos, [index for index in incomplete if shardings[index] is None], True)
     meshes: dict[Mesh, int] = {}
     leaf_requests = []
     for index, (info, arg) in enumerate(zip(infos, args, strict=True)):
@@ -76,6 +74,15 @@ async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any]
             sharding = _stored_sharding(stored[index])
         leaf_requests.append(_leaf_request(info, arg, sharding, stored.get(index), saved.get(info.name), meshes))
     return Request(tuple(leaf_requests), tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
+
+
+async def _look_up(
+    handler: type_handlers.ArrayHandler, infos: Sequence[Any], indices: Sequence[int], shardings: bool
+) -> dict[int, Any]:
+    if not indices:
+        return {}
+    metadata = await array_metadata.read(handler, [infos[index] for index in indices], shardings=shardings)
+    return dict(zip(indices, metadata, strict=True))
 
 
 def _leaf_request(

@@ -43,7 +43,19 @@ def test_a_failure_can_be_caught_as_the_built_in_type_that_was_raised(kind: type
     assert str(caught.value).startswith("restore failed on 1 process")
 
 
-@pytest.mark.parametrize("kind", ["UnicodeDecodeError", "ExceptionGroup", "Exception", "KeyboardInterrupt", "eval", ""])
+def test_a_type_that_needs_more_than_a_message_is_replaced_by_its_base() -> None:
+    kinds = type(errors.restore_failed({0: failure("UnicodeDecodeError")})).__mro__
+    assert UnicodeError in kinds
+    assert UnicodeDecodeError not in kinds
+
+
+def test_failures_of_related_types_share_the_type_that_they_have_in_common() -> None:
+    kinds = type(errors.restore_failed({0: failure("FileNotFoundError"), 1: failure("PermissionError")})).__mro__
+    assert OSError in kinds
+    assert not {FileNotFoundError, PermissionError} & set(kinds)
+
+
+@pytest.mark.parametrize("kind", ["ExceptionGroup", "Exception", "KeyboardInterrupt", "eval", ""])
 def test_a_name_of_no_usable_built_in_type_makes_a_plain_failure(kind: str) -> None:
     assert type(errors.restore_failed({0: failure(kind)})) is RestoreFailedError
 

@@ -18,6 +18,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import text as text_lib
 from orbax_ext.placement import pieces, specs, stacked
+from orbax_ext.storage import array_metadata
 from orbax_ext.upstream.array_handler import saved_arrays
 
 Shape = tuple[int, ...]
@@ -120,7 +121,7 @@ async def _conversions(
 
 async def _stored_shapes(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tuple[Shape, bool]]:
     """Returns the leaves' shapes in the checkpoint and whether they are typed keys, whose data axis is left out."""
-    metadata = await handler.metadata(infos)
+    metadata = await array_metadata.read(handler, infos, shardings=False)
     saved = await saved_arrays(handler, infos[0].parent_dir)
     keys = {name for name, array in saved.items() if array.key_impl}
     return [

@@ -14,7 +14,7 @@ from orbax_ext.options import Options
 from orbax_ext.plan.bundles import Bundle, LaneBatch, Sum, make_pack
 from orbax_ext.plan.cutting import lane_count, piece_shape, slices, split
 from orbax_ext.plan.leaves import Leaf
-from orbax_ext.plan.topology import MeshInfo, infer_axes, resolve_axes
+from orbax_ext.plan.topology import MeshInfo, check_axes, find_axes, infer_axes
 
 _SMALL = 128 << 10  # bytes of one replica's piece below which a leaf is packed: an operand of its own costs more
 _LARGE = 4 << 20  # bytes of a block above which a leaf is not packed, however many replicas there are to cut it
@@ -84,6 +84,8 @@ def who_travels(
     leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int
 ) -> tuple[dict[int, str], dict[tuple[int, tuple[str, ...]], list[int]]]:
     """Returns why some leaves are read directly, and the indices of the others by (mesh, replica axes)."""
+    if options.axes is not None:
+        check_axes(meshes, options.axes)
     placements = [_Placement(index, mesh, leaves, options, processes) for index, mesh in enumerate(meshes)]
     direct: dict[int, str] = {}
     travelling: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -130,7 +132,7 @@ class _Placement:
         self._mesh = mesh
         self._strategy = options.strategy
         self._single_axes = _single_axes(index, mesh, leaves, options)
-        self._never = ""
+        self._never = _no_primary(mesh, self._single_axes, options)
         self._copies_cross = functools.cache(mesh.crosses_processes)
         if options.strategy == "direct":
             self._never = "strategy is 'direct'"
@@ -157,19 +159,28 @@ class _Placement:
 
 
 def _single_axes(index: int, mesh: MeshInfo, leaves: Sequence[Leaf], options: Options) -> tuple[str, ...]:
-    """Returns the replica axes of a mesh where one replica reads: the user's, or those that no leaf uses."""
-    if options.axes is not None:
-        axes = resolve_axes(mesh, options.axes)
-    else:
-        used: set[str] = set().union(*(leaf.used_axes for leaf in leaves if leaf.mesh == index))
-        axes = infer_axes(mesh, used)
+    """Returns the replica axes of a mesh where one replica reads: the user's if it has these, or those no leaf uses."""
+    if options.axes is not None and (axes := find_axes(mesh, options.axes)) is not None:
+        return axes
+    used: set[str] = set().union(*(leaf.used_axes for leaf in leaves if leaf.mesh == index))
+    return infer_axes(mesh, used)
+
+
+def _no_primary(mesh: MeshInfo, axes: tuple[str, ...], options: Options) -> str:
+    """Returns why no replica of a mesh is the primary one, or an empty string.
+
+    Raises `ValueError` where that is a mistake: `primary_replica_id` counts along the user's axis, which a mesh of
+    something else may lack.
+    """
     primary, replicas = options.primary_replica_id or 0, mesh.replicas(axes)
-    if replicas > 1 and primary >= replicas:
-        raise ValueError(
-            f"primary_replica_id={primary} does not exist: the mesh {mesh} has {replicas} replicas along "
-            f"{', '.join(map(repr, axes))}. Give a number from 0 to {replicas - 1}."
-        )
-    return axes
+    if replicas == 1 or primary < replicas:
+        return ""
+    if options.axes is not None and find_axes(mesh, options.axes) is None:
+        return f"its mesh {mesh} has no replica {primary}" if options.strategy == "single" else ""
+    raise ValueError(
+        f"primary_replica_id={primary} does not exist: the mesh {mesh} has {replicas} replicas along "
+        f"{', '.join(map(repr, axes))}. Give a number from 0 to {replicas - 1}."
+    )
 
 
 def _single(leaves: Mapping[int, Leaf], replicas: int, reader: int, group_bytes: int) -> list[Bundle]:

@@ -47,20 +47,39 @@ class MeshInfo:
         return text.mesh(self.sizes)
 
 
-def resolve_axes(mesh: MeshInfo, given: Sequence[str | int]) -> tuple[str, ...]:
-    """Returns the names of the axes that the user gave by name or index, in the mesh's order."""
-    names = set()
-    for axis in given:
-        if isinstance(axis, str) and axis in mesh.axis_names:
-            names.add(axis)
-        elif isinstance(axis, int) and -len(mesh.axis_names) <= axis < len(mesh.axis_names):
-            names.add(mesh.axis_names[axis])
-        else:
-            raise ValueError(
-                f"replica axis {axis!r} is not an axis of the mesh {mesh}. "
-                f"Give one of {', '.join(map(repr, mesh.axis_names))}, or an index below {len(mesh.axis_names)}."
-            )
-    return tuple(name for name in mesh.axis_names if name in names)
+def find_axes(mesh: MeshInfo, given: Sequence[str | int]) -> tuple[str, ...] | None:
+    """Returns the names of the axes that the user gave by name or index, in the mesh's order; None if it lacks one."""
+    names = {_axis_name(mesh, axis) for axis in given}
+    return None if None in names else tuple(name for name in mesh.axis_names if name in names)
+
+
+def meshes_without(meshes: Sequence[MeshInfo], given: Sequence[str | int]) -> list[MeshInfo]:
+    """Returns the meshes that lack one of the axes that the user gave."""
+    return [mesh for mesh in meshes if find_axes(mesh, given) is None]
+
+
+def check_axes(meshes: Sequence[MeshInfo], given: Sequence[str | int]) -> None:
+    """Raises `ValueError` if no mesh has the axes that the user gave, and one of the meshes spans several processes.
+
+    A tree may have leaves on other meshes beside, and a program may restore something else later, on one device or on
+    the devices of one process. What no large mesh has is more likely a mistake.
+    """
+    lacking = meshes_without(meshes, given)
+    if len(lacking) < len(meshes) or not any(len(set(mesh.processes)) > 1 for mesh in meshes):
+        return
+    wrong = next((axis for axis in given if not any(_axis_name(mesh, axis) for mesh in meshes)), tuple(given))
+    names = dict.fromkeys(repr(name) for mesh in meshes for name in mesh.axis_names)
+    where = " and ".join(dict.fromkeys(map(str, meshes)))
+    raise ValueError(
+        f"replica axis {wrong!r} is not an axis of the mesh {where}. "
+        f"Give one of {', '.join(names)}, or an index below {max(len(mesh.axis_names) for mesh in meshes)}."
+    )
+
+
+def _axis_name(mesh: MeshInfo, axis: str | int) -> str | None:
+    if isinstance(axis, str):
+        return axis if axis in mesh.axis_names else None
+    return mesh.axis_names[axis] if -len(mesh.axis_names) <= axis < len(mesh.axis_names) else None
 
 
 def infer_axes(mesh: MeshInfo, used: Collection[str]) -> tuple[str, ...]:

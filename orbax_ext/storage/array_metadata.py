@@ -1,4 +1,4 @@
-"""Shape, dtype and saved sharding of stored arrays, as Orbax reads them."""
+"""Shape, dtype and, where it is needed, saved sharding of stored arrays, as Orbax reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.planner import digest
 from orbax_ext.storage import s3
-from orbax_ext.upstream.array_handler import sharding_from_text
+from orbax_ext.upstream.array_handler import missing_files_named, open_arrays, sharding_from_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,20 +22,31 @@ class ArrayMetadata:
 
     shape: tuple[int, ...]
     dtype: Any
-    sharding: Any  # Orbax's ShardingMetadata, or None
+    sharding: Any = None  # Orbax's ShardingMetadata, or None
 
 
-async def read(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Sequence[Any]:
-    """Returns Orbax's metadata of the arrays. From S3, at three or more requests each, one process reads it for all."""
+async def read(handler: type_handlers.ArrayHandler, infos: Sequence[Any], *, shardings: bool = True) -> Sequence[Any]:
+    """Returns metadata of the arrays. From S3, at three or more requests each, one process reads it for all.
+
+    Without `shardings` it does not read the file that holds these, and works if that file is damaged.
+    """
     snapshot = s3.snapshot_of(infos[0].parent_dir)
     if snapshot is None:
-        return await handler.metadata(infos)
+        return await _read(handler, infos, shardings)
 
     def read_all() -> list[dict[str, Any]]:
-        return [to_json(metadata) for metadata in asyncio.run(handler.metadata(infos))]
+        return [to_json(metadata) for metadata in asyncio.run(_read(handler, infos, shardings))]
 
-    name = f"arrays {digest([info.name for info in infos])}"
+    name = f"arrays {digest([shardings, *(info.name for info in infos)])}"
     return [from_json(data) for data in await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)]
+
+
+async def _read(handler: type_handlers.ArrayHandler, infos: Sequence[Any], shardings: bool) -> Sequence[Any]:
+    async with missing_files_named(handler, infos):
+        if shardings:
+            return await handler.metadata(infos)
+        stores = await open_arrays(handler, infos)
+        return [ArrayMetadata(tuple(store.shape), jnp.dtype(store.dtype.name)) for store in stores]
 
 
 def to_json(metadata: Any) -> dict[str, Any]:

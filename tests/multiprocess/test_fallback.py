@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import jax
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint.path import atomicity
 
 import orbax_ext
 from orbax_ext import lab
@@ -66,6 +68,31 @@ def test_the_error_names_all_steps_when_none_is_valid(team: lab.Cluster, steps: 
     assert all(f"step {step}: restore failed on" in text for step in (1, 2, 3))
 
 
+def test_a_step_without_its_commit_file_is_skipped(team: lab.Cluster, path: str) -> None:
+    """Such a step was handed out after a slice had died (AI-Hypercomputer/maxtext #5260)."""
+    team.run(save_steps, path, [1, 2, 3], commit_file=True)
+    for latest, (step, skipped, differences) in team.run(lose_commit_file, path, 3):
+        assert latest == 3  # stock Orbax hands it out
+        assert (step, differences) == (2, [])
+        assert skipped == {3: "its commit file commit_success.txt is missing: the save of this step did not finish"}
+    assert pathlib.Path(path, "3").exists()
+    for step, skipped, differences in team.run(restore_latest, path, commit_file=True, steps=[3, 1]):
+        assert (step, list(skipped), differences) == (1, [3], [])
+
+
+def test_steps_of_another_manager_are_found_and_deleted_steps_forgotten(team: lab.Cluster, steps: str) -> None:
+    stock, ours = zip(*team.run(restore_after_another_job, steps), strict=True)
+    assert stock == ([1, 2, 3],) * 4
+    assert ours == ((4, {}, []),) * 4
+
+
+def test_steps_that_one_process_cannot_list_are_everybodys_error(team: lab.Cluster, steps: str) -> None:
+    for outcome in team.outcomes(fail_to_list, steps, 2):
+        assert "RestoreFailedError: restore failed on 1 process:\n  process 2 (" in str(outcome)
+        assert "in phase 'list steps': PermissionError: no entry" in str(outcome)
+    assert team.run(restore_latest, steps) == [(3, {}, [])] * 4
+
+
 def test_a_failure_before_the_first_meeting_is_raised_by_all(team: lab.Cluster, steps: str) -> None:
     outcomes = team.outcomes(fail_to_describe, steps, 3)
     for outcome in outcomes:
@@ -94,19 +121,26 @@ def test_a_failed_exchange_is_raised_by_all_and_the_next_restore_works(team: lab
 # Run on the processes.
 
 
-def save_steps(path: str, steps: list[int]) -> None:
+def save_steps(path: str, steps: list[int], commit_file: bool = False) -> None:
     state = states.make_state(states.STATE, MESH.make())
-    with ocp.CheckpointManager(path) as manager:
+    with make_manager(path, commit_file) as manager:
         for step in steps:
             manager.save(step, args=ocp.args.PyTreeSave(state))
             manager.wait_until_finished()
 
 
-def restore_latest(path: str, lacking: dict[int, int] | None = None) -> tuple[int, Any, list[str]]:
+def make_manager(path: str, commit_file: bool = False) -> ocp.CheckpointManager:
+    """Returns a manager. With `commit_file` a step is complete when that file is there, as on object stores."""
+    path_class = atomicity.CommitFileTemporaryPath if commit_file else None
+    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(temporary_path_class=path_class))
+
+
+def restore_latest(
+    path: str, lacking: dict[int, int] | None = None, commit_file: bool = False, steps: list[int] | None = None
+) -> tuple[int, Any, list[str]]:
     """Restores the newest valid step. `lacking` maps a process to the step that is missing on its disk."""
-    mesh = MESH.make()
     missing = (lacking or {}).get(jax.process_index())
-    with orbax_ext.registered(**KNOBS), ocp.CheckpointManager(path) as manager:
+    with orbax_ext.registered(**KNOBS), make_manager(path, commit_file) as manager:
         original = manager.restore
 
         def restore(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +149,40 @@ def restore_latest(path: str, lacking: dict[int, int] | None = None) -> tuple[in
             return original(step, *args, **kwargs)
 
         manager.restore = restore
-        latest = orbax_ext.restore_latest_valid(manager, restore_args(states.STATE), stall_timeout=30)
-    return latest.step, dict(latest.skipped), states.differences(latest.state, states.STATE, mesh)
+        return latest_valid(manager, steps)
+
+
+def latest_valid(manager: ocp.CheckpointManager, steps: list[int] | None = None) -> tuple[int, Any, list[str]]:
+    latest = orbax_ext.restore_latest_valid(manager, restore_args(states.STATE), steps=steps, stall_timeout=30)
+    return latest.step, dict(latest.skipped), states.differences(latest.state, states.STATE, MESH.make())
+
+
+def lose_commit_file(path: str, step: int) -> tuple[int | None, tuple[int, Any, list[str]]]:
+    """Returns the manager's newest step after its commit file was lost, and the newest valid one."""
+    with orbax_ext.registered(**KNOBS), make_manager(path, commit_file=True) as manager:
+        orbax_ext.barrier("before")
+        if jax.process_index() == 0:
+            pathlib.Path(path, str(step), "commit_success.txt").unlink()
+        orbax_ext.barrier("after")
+        return manager.latest_step(), latest_valid(manager)
+
+
+def restore_after_another_job(path: str) -> tuple[list[int], tuple[int, Any, list[str]]]:
+    """Returns the manager's steps after another manager has changed them, and the newest valid one."""
+    with orbax_ext.registered(**KNOBS), make_manager(path) as manager:
+        save_steps(path, [4])
+        orbax_ext.barrier("before")
+        if jax.process_index() == 0:
+            shutil.rmtree(pathlib.Path(path, "3"))
+        orbax_ext.barrier("after")
+        return list(manager.all_steps()), latest_valid(manager)
+
+
+def fail_to_list(path: str, rank: int) -> None:
+    with orbax_ext.registered(**KNOBS), make_manager(path) as manager:
+        failing = mock.patch.object(manager, "reload", side_effect=PermissionError("no entry"))
+        with failing if jax.process_index() == rank else contextlib.nullcontext():
+            latest_valid(manager)
 
 
 def restore_args(specs: dict[str, Spec]) -> Any:

@@ -36,6 +36,17 @@ def test_old_steps_may_be_moved_away_instead_of_deleted(s3: str) -> None:
     check(restore(f"{s3}/trash", 0))
 
 
+def test_a_step_without_its_commit_file_is_skipped_and_named(s3: str) -> None:
+    save(s3, 0, 1)
+    with ocp.CheckpointManager(s3) as manager:
+        (epath.Path(s3) / "1" / "commit_success.txt").unlink()
+        assert manager.latest_step() == 1
+        latest = orbax_ext.restore_latest_valid(manager, ocp.args.PyTreeRestore())
+    assert latest.step == 0
+    assert latest.skipped == {1: "its commit file commit_success.txt is missing: the save of this step did not finish"}
+    check(latest.state)
+
+
 def test_a_checkpointer_saves_and_restores(s3: str) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(f"{s3}/one", args=ocp.args.PyTreeSave(STATE))
