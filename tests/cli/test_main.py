@@ -35,6 +35,8 @@ MISTAKES = {
     "inspect of nothing": (["inspect", "{tmp}/none"], "does not exist"),
     "inspect of something else": (["inspect", "{tmp}"], "no step was saved here"),
     "patch of nothing": (["patch", "--to", "{tmp}"], "Give the directory that does"),
+    "run of nothing": (["run"], "give a program: a file, or -m and a module"),
+    "run with a bad knob": (["run", "--stall-timeout", "-1", "train.py"], "must be a positive number of seconds"),
     "verify of nothing": (["verify", "{tmp}/none"], "does not exist"),
     "verify of something else": (["verify", "{root}"], "is no Orbax checkpoint"),
     "verify without digests": (["verify", "{ckpt}"], "`orbax-ext verify --write` makes it"),

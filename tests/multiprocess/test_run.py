@@ -38,6 +38,15 @@ def test_a_program_runs_unchanged_and_process_0_leaves_the_report(checkpoint: st
     assert set(states.strategy_names(report.strategy.values())) == {"spread"}
 
 
+def test_a_program_that_makes_orbax_s_own_handler_restores_exactly(checkpoint: str, tmp_path: pathlib.Path) -> None:
+    for changed in launch(tmp_path / "stock", PLAIN, "single_replica", checkpoint):
+        assert (changed["mask"], changed["quantized"]) == ("int32", "int32")
+        assert {"zeros", "weights"} <= changed.keys()
+    assert launch(tmp_path / "ours", RUN, "single_replica", checkpoint) == [{}] * PROCESSES
+    report = RestoreReport.from_json((tmp_path / "ours" / "0" / "restore.json").read_text())
+    assert (report.leaves, report.error) == (4, "")
+
+
 def launch(folder: pathlib.Path, command: Sequence[str], mode: str, path: str) -> list[dict[str, str]]:
     """Runs the program on all processes, each in a folder of its own; returns what each printed as its last line."""
     with socket.socket() as probe:
