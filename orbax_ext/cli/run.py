@@ -93,15 +93,20 @@ def _register(given: dict[str, Any]) -> None:
 
 
 class _OrbaxFinder(importlib.abc.MetaPathFinder):
-    """Calls a function once, right after Orbax was imported."""
+    """Calls a function once, right after Orbax was imported.
+
+    If a module of ours imports Orbax first, because the program uses orbax_ext itself, the function is called when that
+    module is complete: the function needs it.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
+        self._under_way = 0  # imports of Orbax and of our modules, one inside the other
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _ORBAX:
+        if name != _ORBAX and not name.startswith("orbax_ext."):
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
@@ -113,9 +118,13 @@ class _OrbaxFinder(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            del loader.exec_module
-            if self in sys.meta_path:
+            self._under_way += 1
+            try:
+                execute(module)
+            finally:
+                self._under_way -= 1
+                del loader.exec_module
+            if not self._under_way and _ORBAX in sys.modules and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self._function()
 

@@ -277,6 +277,23 @@ def test_every_knob_can_be_given_as_an_option_and_as_a_variable(tmp_path: pathli
     assert registered(tmp_path, ["--replica-axis-index", "2"]) == Options(replica_axis_index=2)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from orbax import checkpoint as ocp",
+        "import orbax.checkpoint.experimental.v1\nimport orbax.checkpoint as ocp",
+        "from orbax.checkpoint import type_handlers\nimport orbax.checkpoint as ocp",
+        "import importlib.util\nassert importlib.util.find_spec('orbax.checkpoint')\nimport orbax.checkpoint as ocp",
+        "import orbax_ext\norbax_ext.register(verify=True)\nimport orbax.checkpoint as ocp",
+    ],
+)
+def test_it_is_registered_however_the_program_imports_orbax(statement: str, tmp_path: pathlib.Path) -> None:
+    rest = "import jax\nprint(type(ocp.type_handlers.get_type_handler(jax.Array)).__name__, ocp.__spec__.name)"
+    (tmp_path / "train.py").write_text(f"{statement}\n{rest}")
+    _, out, _ = execute(*RUN, "train.py", cwd=tmp_path, code=0)
+    assert out == "BroadcastArrayHandler orbax.checkpoint\n"
+
+
 @pytest.mark.once
 def test_the_command_line_counts_more_than_the_environment(tmp_path: pathlib.Path) -> None:
     env = {
