@@ -21,7 +21,7 @@ from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
-from orbax_ext.plan.topology import meshes_without
+from orbax_ext.plan.topology import describe, meshes_without
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
@@ -181,10 +181,10 @@ def _log_meshes(request: Request, options: Options) -> None:
     lacking = meshes_without(request.mesh_infos, options.axes or ())
     if lacking:
         logging.info(
-            "orbax_ext: the replica axis %s is not an axis of the mesh %s: leaves on it travel along the axes that "
-            "nothing is sharded over, or are read directly",
+            "orbax_ext: the replica axis %s is not an axis of %s: leaves there travel along the axes that nothing is "
+            "sharded over, or are read directly",
             ", ".join(map(repr, options.axes or ())),
-            " and ".join(dict.fromkeys(map(str, lacking))),
+            describe(lacking),
         )
 
 

@@ -18,6 +18,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import text as text_lib
 from orbax_ext.placement import pieces, specs, stacked
+from orbax_ext.redact import redact
 from orbax_ext.storage import array_metadata
 from orbax_ext.upstream.array_handler import saved_arrays
 
@@ -73,7 +74,7 @@ async def _add_advice(
             {infos[index].name: (shape, tuple(asked[index])) for index, (shape, _) in zip(asked, stored, strict=True)}
         )
     except Exception as other:  # the first error matters more than advice about it
-        logging.warning("orbax_ext: could not read the stored shapes: %s", other)
+        logging.warning("orbax_ext: could not read the stored shapes: %s", redact(str(other)))
         return
     if note:
         logging.error("orbax_ext: %s", note)

@@ -10,6 +10,8 @@ import numpy as np
 
 from orbax_ext import text
 
+_MOST_MESHES = 4  # that a message names
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshInfo:
@@ -69,11 +71,16 @@ def check_axes(meshes: Sequence[MeshInfo], given: Sequence[str | int]) -> None:
         return
     wrong = next((axis for axis in given if not any(_axis_name(mesh, axis) for mesh in meshes)), tuple(given))
     names = dict.fromkeys(repr(name) for mesh in meshes for name in mesh.axis_names)
-    where = " and ".join(dict.fromkeys(map(str, meshes)))
     raise ValueError(
-        f"replica axis {wrong!r} is not an axis of the mesh {where}. "
+        f"replica axis {wrong!r} is not an axis of {describe(meshes)}. "
         f"Give one of {', '.join(names)}, or an index below {max(len(mesh.axis_names) for mesh in meshes)}."
     )
+
+
+def describe(meshes: Sequence[MeshInfo]) -> str:
+    """Returns for example "the mesh (dp=4, tp=8)" or "the meshes (x=2), (y=1)"."""
+    different = list(dict.fromkeys(map(str, meshes)))
+    return f"the mesh{'' if len(different) == 1 else 'es'} {text.listing(different, _MOST_MESHES)}"
 
 
 def _axis_name(mesh: MeshInfo, axis: str | int) -> str | None:

@@ -13,6 +13,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.planner import digest
 from orbax_ext.storage import s3
+from orbax_ext.storage.s3.errors import reads_explained
 from orbax_ext.upstream.array_handler import missing_files_named, open_arrays, sharding_from_text
 
 
@@ -45,7 +46,8 @@ async def _read(handler: type_handlers.ArrayHandler, infos: Sequence[Any], shard
     async with missing_files_named(handler, infos):
         if shardings:
             return await handler.metadata(infos)
-        stores = await open_arrays(handler, infos)
+        with reads_explained(infos[0].parent_dir):
+            stores = await open_arrays(handler, infos)
         return [ArrayMetadata(tuple(store.shape), jnp.dtype(store.dtype.name)) for store in stores]
 
 

@@ -14,6 +14,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext.plan import Leaf
 from orbax_ext.request import LeafRequest
+from orbax_ext.storage.s3.errors import reads_explained
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.upstream.array_handler import read_view
 
@@ -54,15 +55,16 @@ async def _read_whole(handler: type_handlers.ArrayHandler, items: Sequence[ReadI
 
 
 async def _read_slice(handler: type_handlers.ArrayHandler, item: ReadItem) -> jax.Array:
-    return await read_view(
-        handler,
-        item.request.info,
-        item.request.arg,
-        item.sharding,
-        stored_shape=item.request.leaf.shape,
-        transform=_index_transform(item.request.leaf, item.leaf),
-        shape=item.leaf.shape,
-    )
+    with reads_explained(item.request.info.parent_dir):
+        return await read_view(
+            handler,
+            item.request.info,
+            item.request.arg,
+            item.sharding,
+            stored_shape=item.request.leaf.shape,
+            transform=_index_transform(item.request.leaf, item.leaf),
+            shape=item.leaf.shape,
+        )
 
 
 def _index_transform(whole: Leaf, leaf: Leaf) -> dict[str, Any]:

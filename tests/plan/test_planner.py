@@ -95,6 +95,46 @@ def test_an_unknown_axis_is_refused(axis: str | int) -> None:
         plan(leaf("a"), replica_axis=axis)
 
 
+@pytest.mark.parametrize("axis", ["dp", -2])
+def test_a_mesh_without_the_axis_uses_the_axes_that_nothing_is_sharded_over(axis: str | int) -> None:
+    other = MeshInfo(("x", "y"), (4, 8), MESH.processes)
+    flat = MeshInfo(("all",), (32,), MESH.processes)
+    leaves = [leaf("a"), leaf("b", (("y",), ()), mesh=1), leaf("c", mesh=2)]
+    options = Options(strategy="single", replica_axis=axis)
+    made = make_plan(leaves, [MESH, other, flat], options, processes=4, group_bytes=MIB)
+    replicas = [("dp",), ("x",), ("all",)]
+    assert [group.axes for group in made.groups] == replicas
+    assert not made.direct
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_mesh_of_one_process_needs_no_axis(processes: int) -> None:
+    device, eight = MeshInfo(("x",), (1,), (0,)), MeshInfo(("x",), (8,), (0,) * 8)
+    leaves = [leaf("a"), leaf("b", mesh=1)]
+    options = Options(strategy="single", replica_axis="dp")
+    assert not make_plan(leaves[:1], [device], options, processes=processes, group_bytes=MIB).groups
+    made = make_plan(leaves, [device, eight], options, processes=processes, group_bytes=MIB)
+    assert len(made.groups) == (processes == 1)
+
+
+def test_an_axis_that_none_of_several_meshes_has_is_refused() -> None:
+    meshes = [MeshInfo(("x",), (1,), (0,)), MeshInfo(("all",), (32,), MESH.processes)]
+    options = Options(strategy="single", replica_axis=("all", "dp"))
+    with pytest.raises(
+        ValueError, match=r"axis 'dp' is not an axis of the meshes \(x=1\), \(all=32\). Give one of 'x',"
+    ):
+        make_plan([leaf("a", mesh=1)], meshes, options, processes=4, group_bytes=MIB)
+
+
+def test_a_primary_replica_that_another_mesh_lacks_makes_direct_reads_there() -> None:
+    other = MeshInfo(("x",), (32,), MESH.processes)
+    two = MeshInfo(("x", "y"), (2, 16), MESH.processes)
+    leaves = [leaf("a"), leaf("b", mesh=1), leaf("c", (("y",), ()), mesh=2)]
+    options = Options(strategy="single", replica_axis="dp", primary_replica_id=3)
+    made = make_plan(leaves, [MESH, other, two], options, processes=4, group_bytes=MIB)
+    assert made.direct == {2: "its mesh (x=2, y=16) has no replica 3"}
+
+
 def test_leaves_of_different_meshes_travel_apart() -> None:
     other = MeshInfo(("x",), (32,), MESH.processes)
     options = Options(strategy="single")

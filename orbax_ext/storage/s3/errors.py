@@ -72,6 +72,18 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise kind(explanation(os.fspath(path), f"{_code(error)}: {error}")) from None
 
 
+@contextlib.contextmanager
+def reads_explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Replaces errors of TensorStore, as `explain` does, if they are about S3."""
+    try:
+        yield
+    except Exception as error:
+        better = explain(error, os.fspath(path))
+        if better is error:
+            raise
+        raise better from None
+
+
 def explain(error: Exception, path: str) -> Exception:
     """Returns an error of TensorStore with remedy and without secrets; the error itself if it is not about S3."""
     text = str(error)

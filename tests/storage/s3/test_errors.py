@@ -94,3 +94,15 @@ def test_errors_of_tensorstore_keep_their_type(kind: type[Exception]) -> None:
     better = errors.explain(kind("ABORTED: CURL error"), "s3://bucket/key")
     assert type(better) is kind
     assert str(better).startswith("s3://bucket/key: ABORTED: CURL error (the connection failed")
+
+
+def test_reads_raise_the_explained_error_and_leave_others_alone() -> None:
+    with (
+        pytest.raises(ValueError, match=r"s3://bucket/key: ABORTED: CURL error \(the connection failed"),
+        errors.reads_explained("s3://bucket/key"),
+    ):
+        raise ValueError("ABORTED: CURL error")
+    missing = ValueError("NOT_FOUND: no chunk")
+    with pytest.raises(ValueError, match="NOT_FOUND") as caught, errors.reads_explained("/disk/key"):
+        raise missing
+    assert caught.value is missing
