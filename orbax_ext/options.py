@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
+DEPRECATED = ("storage_gbps", "fabric_gbps")  # knobs that are accepted and have no effect
 Strategy = Literal["auto", "spread", "single", "direct"]
 
 
@@ -66,7 +67,7 @@ class Options:
         factor = self.broadcast_memory_scaling_factor
         if factor is not None and not 0 < factor <= 1:
             raise ValueError(f"broadcast_memory_scaling_factor must be above 0 and at most 1; found {factor}.")
-        for name in ("storage_gbps", "fabric_gbps"):
+        for name in DEPRECATED:
             if getattr(self, name) is not None:
                 message = f"{name} has no effect any more: `auto` needs no rates. It will be refused from 0.3.0 on."
                 warnings.warn(message, DeprecationWarning, stacklevel=2)

@@ -57,7 +57,8 @@ class Recorder:
     @property
     def groups_begun(self) -> frozenset[int | None]:
         """Groups that this process has begun to read; None stands for the leaves that are read directly."""
-        return frozenset(group for phase, group in self._phases_begun if phase == "read")
+        directly = frozenset({None for phase, _ in self._phases_begun if phase == "read directly"})
+        return directly | {group for phase, group in self._phases_begun if phase == "read"}
 
     @property
     def groups_read(self) -> frozenset[int | None]:

@@ -126,7 +126,7 @@ def test_array_metadata_is_read_once_for_all_groups(small_cluster: lab.Cluster, 
     assert small_cluster.run(restore_and_count_metadata_reads, layers) == [(1, 8)] * 4
 
 
-@pytest.mark.parametrize("strategy", states.STRATEGIES)
+@pytest.mark.parametrize("strategy", [*states.STRATEGIES, "auto"])
 def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: str, strategy: str) -> None:
     knobs = {"strategy": strategy, "replica_axis": "dp", "stall_timeout": 60}
 
