@@ -11,9 +11,7 @@ from bench import results as results_lib
 from bench.results import Result
 from bench.strategies import BASELINES, STRATEGIES
 
-_COLOURS = dict(
-    zip(STRATEGIES, ("#8c8c8c", "#d08770", "#e5b8a5", "#7aa6c2", "#2e7d9a", "#1b4f72", "#0c2436"), strict=True)
-)
+_COLOURS = dict(zip(STRATEGIES, ("#8c8c8c", "#d08770", "#e5b8a5", "#7aa6c2", "#2e7d9a", "#1b4f72"), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

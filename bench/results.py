@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.scenarios import LIMIT_FORMULA, Scenario, scenarios
-from bench.strategies import AUTO_WITH_RATES, BASELINES, STOCK_OLDEST
+from bench.strategies import BASELINES, STOCK_OLDEST
 from tools import markdown, releases
 
 PACKAGES = ("orbax-checkpoint", "jax", "tensorstore")  # whose versions are recorded
@@ -160,7 +160,7 @@ def page(about: Mapping[str, str]) -> markdown.Page:
         f"""The same checkpoint is restored with each strategy, one after the other, in new processes, on one machine
         ({about["machine"]}; {packages}). {links} Scenarios may have been measured at different times: compare rows of
         one table. "plain" is Orbax's `ArrayHandler`, "stock" its `SingleReplicaArrayHandler`, and the other rows are
-        strategies of orbax_ext; "{AUTO_WITH_RATES}" is `auto` with `storage_gbps` and `fabric_gbps` given.
+        strategies of orbax_ext ("auto, rates given", where it is listed, is an `auto` that chose by given rates).
         "{STOCK_OLDEST}" is run once, the others several times unless that takes more than 75 s. With its defaults the
         stock handler takes seven times the state; where the machine has too little memory for that,
         `broadcast_memory_limit_bytes` is set for it.""",

@@ -44,14 +44,6 @@ class Scenario:
         shards = math.prod(size for axis, size in self.mesh if axis in self.spec)
         return on_devices // shards // self.hosts
 
-    @property
-    def gbps(self) -> tuple[float, float]:
-        """Returns the `storage_gbps` and `fabric_gbps` that a user would give: of one host while all are busy."""
-        storage = self.links.to_storage
-        if self.links.storage_total:
-            storage = min(storage, self.links.storage_total // self.hosts)
-        return storage / 1000, self.links.fabric / 1000
-
     def limit(self) -> float:
         """Returns the seconds that the links need at least to send every byte once and to each host what it holds."""
         held = self.host_bytes / self._copies_on_a_host

@@ -7,5 +7,4 @@ STOCK = "stock"  # Orbax's SingleReplicaArrayHandler
 STOCK_OLDEST = "stock 0.11.33"  # the same of the oldest supported release
 SINGLE_REPLICA = (STOCK, STOCK_OLDEST)
 BASELINES = (PLAIN, *SINGLE_REPLICA)
-AUTO_WITH_RATES = "auto, rates given"  # `storage_gbps` and `fabric_gbps` are given, so nothing is measured
-STRATEGIES = (*BASELINES, "single", "spread", "auto", AUTO_WITH_RATES)
+STRATEGIES = (*BASELINES, "single", "spread", "auto")

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_ext
 from bench import memory, network
 from bench.scenarios import Scenario
-from bench.strategies import AUTO_WITH_RATES, BASELINES, PLAIN, SINGLE_REPLICA
+from bench.strategies import BASELINES, PLAIN, SINGLE_REPLICA
 from orbax_ext.lab import handlers
 from orbax_ext.options import Strategy
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
@@ -120,9 +120,6 @@ def _handler(scenario: Scenario, strategy: str) -> Any:
         needed = 7 * scenario.host_bytes * scenario.hosts
         limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
-    if strategy == AUTO_WITH_RATES:
-        storage, fabric = scenario.gbps
-        return orbax_ext.BroadcastArrayHandler(strategy="auto", storage_gbps=storage, fabric_gbps=fabric)
     return orbax_ext.BroadcastArrayHandler(strategy=cast(Strategy, strategy))
 
 

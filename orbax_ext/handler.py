@@ -16,7 +16,7 @@ from orbax_ext import mesh as mesh_lib
 from orbax_ext import options
 from orbax_ext.meeting import arrival
 from orbax_ext.meeting.session import Limits, open_session
-from orbax_ext.meeting.threads import Turn, in_thread
+from orbax_ext.meeting.threads import Turn
 from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
@@ -89,13 +89,13 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
             if self.options.verify:
                 with recorder.span("verify"):
-                    await verify_alone(self._limits(), request, arrays)
+                    await verify_alone(self.limits, request, arrays)
             return arrays
 
     async def _single_replica_deserialize_and_broadcast(
         self, request: Request, plan: RestorePlan, limit: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
-        with open_session("restore", self._limits(), recorder.bytes_read, recorder.waited) as session:
+        with open_session("restore", self.limits, recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
@@ -103,23 +103,22 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
             with Pipeline(self, request, plan, recorder, self.options) as pipeline:
-                if plan.groups:
+                if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
-                    _, rates = await session.together_telling("connect", pipeline.connect(), pipeline.rates)
-                    pipeline.choose(rates)
-                number = 0
-                while number < len(pipeline.plan.groups):
+                    await session.together("connect", pipeline.connect())
+                while pipeline.groups_left:
                     # 5. Read. Group k+1 is read while group k travels.
                     # 6. Meet again before each exchange: one process's error is everybody's error.
-                    phase = f"read group {number + 1} of {len(pipeline.plan.groups)}"
-                    contributions = await session.together(phase, pipeline.read(number))
-                    if number == 0:  # later groups need no barrier: all come from the meeting at once
+                    phase = f"read group {pipeline.ends.front + 1} of {len(plan.groups)}"
+                    _, told = await session.together_telling(phase, pipeline.read(), pipeline.progress)
+                    if not pipeline.agree(told):
+                        continue
+                    if not pipeline.connected:  # `auto` does so only now that there is something to exchange
+                        await session.together("connect", pipeline.connect())
+                    if pipeline.ends.front == 0:  # later groups need no barrier: all come from the meeting at once
                         await session.barrier("single_replica_pre_broadcast")
                     # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. This only starts it.
-                    pipeline.start_exchange(number, contributions)
-                    number += 1
-                    if pipeline.may_choose_again(number):
-                        pipeline.choose(await in_thread(session.meet, "pace", pipeline.rates()), done=number)
+                    pipeline.start_exchange()
                 # 8. Hand over exactly what was asked for, and report to process 0 where the time went.
                 arrays = await session.together("hand over", pipeline.finish())
             if self.options.verify:
@@ -128,7 +127,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             await collect.collect(session, recorder)
         return arrays
 
-    def _limits(self) -> Limits:
+    @property
+    def limits(self) -> Limits:
+        """How long this handler waits for other processes."""
         return Limits(self.options.stall_timeout, self.options.timeout)
 
     def _anything_travels(self, request: Request) -> bool:
@@ -140,7 +141,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             request.mesh_infos,
             self.options,
             processes=jax.process_count(),
-            group_bytes=group_bytes(limit),
+            group_bytes=group_bytes(limit, self.options.strategy),
         )
         recorder.planned(len(request.leaves), request.mesh_infos, plan)
         return plan

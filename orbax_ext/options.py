@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
+DEPRECATED = ("storage_gbps", "fabric_gbps")  # knobs that are accepted and have no effect
 Strategy = Literal["auto", "spread", "single", "direct"]
 
 
@@ -22,10 +24,10 @@ class Options:
       replica_axis_index: The same as an index, by Orbax's name.
       primary_replica_id: Which replica reads if only one does, counted along the replica axis.
       strategy: "spread": every replica reads a disjoint share and all receive the rest; "single": one replica reads and
-        the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": the faster of
-        "spread" and "direct", by the bandwidths below or by those measured at the start.
-      storage_gbps: Gbit/s that one process reads from storage while all processes read. None: it is measured.
-      fabric_gbps: Gbit/s that one process receives from others while all processes do. None: it is measured.
+        the others receive; "direct": every process reads what it needs, as plain Orbax does; "auto": "spread"
+        from the front and "direct" from the back, whenever storage would be idle, until both meet.
+      storage_gbps: Deprecated, has no effect: "auto" needs no rates.
+      fabric_gbps: Deprecated, has no effect: "auto" needs no rates.
       broadcast_memory_limit_bytes: Bytes per device that may be under way at a time, read but not yet in place; by
         default about an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the
         smallest value among them.
@@ -65,12 +67,10 @@ class Options:
         factor = self.broadcast_memory_scaling_factor
         if factor is not None and not 0 < factor <= 1:
             raise ValueError(f"broadcast_memory_scaling_factor must be above 0 and at most 1; found {factor}.")
-        for name in ("storage_gbps", "fabric_gbps"):
-            rate = getattr(self, name)
-            if rate is not None and rate <= 0:
-                raise ValueError(f"{name} must be a positive number of Gbit/s; found {rate}.")
-        if (self.storage_gbps is None) != (self.fabric_gbps is None):
-            raise ValueError("Give both storage_gbps and fabric_gbps, or neither to have both measured.")
+        for name in DEPRECATED:
+            if getattr(self, name) is not None:
+                message = f"{name} has no effect any more: `auto` needs no rates. It will be refused from 0.3.0 on."
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
         if self.stall_timeout <= 0:
             raise ValueError(f"stall_timeout must be a positive number of seconds; found {self.stall_timeout}.")
         if self.timeout is not None and self.timeout <= 0:
@@ -93,7 +93,6 @@ class Options:
             "replica axes": self.axes,
             "primary_replica_id": self.primary_replica_id,
             "strategy": self.strategy,
-            "bandwidths": (self.storage_gbps, self.fabric_gbps),
             "verify": self.verify,
         }
 

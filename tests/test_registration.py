@@ -22,7 +22,7 @@ def current() -> type_handlers.TypeHandler:
     return type_handlers.get_type_handler(jax.Array)
 
 
-HOOKS = (*stock_handlers.HOOKS, v1_contexts.CREATE_HANDLER, *object_stores.HOOKS, *object_stores.FIRST_PATH_HOOKS)
+HOOKS = (*registration.hooks(), v1_contexts.CREATE_HANDLER, *object_stores.HOOKS)
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +150,8 @@ def test_pytree_handler_leaves_the_global_registry_alone() -> None:
     assert current() is stock
 
 
-def test_only_the_stock_handler_and_first_paths_are_hooked() -> None:
-    expected = {(hook.owner, hook.name) for hook in (*stock_handlers.HOOKS, *object_stores.FIRST_PATH_HOOKS)}
+def test_no_other_functions_are_hooked_than_those_that_are_listed() -> None:
+    expected = {(hook.owner, hook.name) for hook in registration.hooks()}
     before = {(hook.owner, hook.name): hook.owner.__dict__[hook.name] for hook in HOOKS}
     with orbax_ext.registered():
         changed = {key for key, old in before.items() if key[0].__dict__[key[1]] is not old}

@@ -1,7 +1,7 @@
 """What a restore will do, worked out from plain data: no devices, no I/O, the same result on every process."""
 
 from orbax_ext.plan.bundles import Bundle, LaneBatch, Pack, Sum
-from orbax_ext.plan.choose import anything_travels, choose_plan, with_cheapest
+from orbax_ext.plan.choose import anything_travels, choose_plan
 from orbax_ext.plan.cost import Rates
 from orbax_ext.plan.cutting import piece_shape
 from orbax_ext.plan.leaves import Leaf, Slice
@@ -27,5 +27,4 @@ __all__ = [
     "digest",
     "piece_shape",
     "traffic_by_group",
-    "with_cheapest",
 ]

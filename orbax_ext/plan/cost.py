@@ -12,16 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from orbax_ext.options import Options
 from orbax_ext.plan.volumes import Load
 
 PER_ARRAY = 0.5e-3  # seconds to open and place one array
 PER_GROUP = 30e-3  # seconds for a meeting and the start of an exchange
 START = 0.5  # seconds to compile and connect
-
-_SLOWER, _FASTER = 1 / 2, 3  # a fabric is clearly another link if it is slower or faster than storage by such factors
-_TINY_BYTES = 1 << 20  # of what a process reads, below which nothing is gained by reading less
-_TINY_ARRAYS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +26,7 @@ class Rates:
     storage: float
     fabric: float
     storage_total: float = math.inf  # of all processes together
-    how: str = "given"  # or "measured"
-
-    @classmethod
-    def given(cls, options: Options) -> Rates | None:
-        """Returns the rates in the options, or None if there are none."""
-        if options.storage_gbps is None or options.fabric_gbps is None:
-            return None
-        return cls(options.storage_gbps * 1e9 / 8, options.fabric_gbps * 1e9 / 8)
-
-    @property
-    def may_be_one_link(self) -> bool:
-        """Whether the rates were measured one after the other and are so near that one link may carry both."""
-        return self.how == "measured" and _SLOWER * self.storage < self.fabric < _FASTER * self.storage
+    how: str = "given"  # or "assumed"
 
     def __str__(self) -> str:
         return f"storage {self.storage / 1e6:.0f} and fabric {self.fabric / 1e6:.0f} MB/s a process, {self.how}"
@@ -56,8 +39,3 @@ def seconds(load: Load, rates: Rates) -> float:
         return read
     exchange = load.link / rates.fabric + load.groups * PER_GROUP
     return START + max(read, exchange) + min(read, exchange) / load.groups
-
-
-def is_tiny(load: Load) -> bool:
-    """Returns whether a load is too small to be worth an exchange."""
-    return load.read < _TINY_BYTES and load.arrays < _TINY_ARRAYS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbax_ext.options import Options
+from orbax_ext.options import Options, Strategy
 
 _MOST = 256 << 20  # more gains no bandwidth, and delays the first exchange
 _LEAST = 64 << 20  # less costs more in meetings than it saves
@@ -11,6 +11,7 @@ _SHARE = 8  # an eighth of the state may be under way
 # Groups that are read beyond the next one. In spread, a process reads less of each group.
 AHEAD = {"spread": 2, "single": 1}
 _GROUPS = 4  # under way at a time: read ahead, travelling, being put in place
+_BACK_GROUPS = 2  # read directly beside them where the strategy is "auto"
 
 
 def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) -> int:
@@ -21,9 +22,18 @@ def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) 
     if options.broadcast_memory_limit_bytes is not None:
         return options.broadcast_memory_limit_bytes
     factor = options.broadcast_memory_scaling_factor or 0.75
-    return max(1, min(_MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _GROUPS), int(free * factor)))
+    return max(
+        1,
+        min(
+            _MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _groups(options.strategy)), int(free * factor)
+        ),
+    )
 
 
-def group_bytes(limit: int) -> int:
+def group_bytes(limit: int, strategy: Strategy) -> int:
     """Returns the bytes per device that one group may have, so that all groups under way keep to the limit."""
-    return max(1, limit // _GROUPS)
+    return max(1, limit // _groups(strategy))
+
+
+def _groups(strategy: Strategy) -> int:
+    return _GROUPS + (_BACK_GROUPS if strategy == "auto" else 0)

@@ -53,6 +53,12 @@ class RestorePlan:
         """Returns the leaves asked for that groups hold, whole or in slices."""
         return list(dict.fromkeys(self.source(index) for group in groups for index in group.leaves))
 
+    def divided(self, boundary: int) -> RestorePlan:
+        """Returns the plan as it is carried out if groups from `boundary` on are read directly."""
+        reason = "it was read while exchanges were waited for"
+        back = {index: reason for group in self.groups[boundary:] for index in group.leaves}
+        return dataclasses.replace(self, groups=self.groups[:boundary], direct={**self.direct, **back})
+
 
 def make_plan(
     leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, *, processes: int, group_bytes: int

@@ -92,6 +92,7 @@ def make_process_report(recorder: Recorder) -> ProcessReport:
         seconds=seconds_by_phase(spans),
         spans=tuple(spans),
         bytes_read=recorder.bytes_read(),
+        bytes_unused=recorder.bytes_unused,
         requests=recorder.requests() + usage.metadata_requests,
         bytes_received=sum(group.received for group in moved),
         bytes_sent=sum(group.sent for group in moved),

@@ -14,7 +14,14 @@ from orbax_ext.report.report import RestoreReport
 from orbax_ext.report.spans import Span
 from orbax_ext.report.tables import ProcessTable, names_by_value
 
-_KINDS = {"read": "read", "exchange": "exchange", "wait": "wait", "compile": "compile", "connect": "compile"}
+_KINDS = {
+    "read": "read",
+    "read directly": "direct",
+    "exchange": "exchange",
+    "wait": "wait",
+    "compile": "compile",
+    "connect": "compile",
+}
 _MOST_WAITED_FOR = 40  # rows of the table of processes that others waited for
 _MOST_NAMES = 4  # leaves that are named for each strategy
 _MOST_ERROR = 2000  # characters of an error message
@@ -67,7 +74,7 @@ def _lane(member: ProcessReport, spans: tuple[Span, ...], waited_for: float, tab
         "name": text_lib.process(member.process, {member.process: member.host} if member.host else {}),
         "host": member.host,
         "spans": [_box(span) for span in spans],
-        "read": member.seconds.get("read", 0.0),
+        "read": member.seconds.get("read", 0.0) + member.seconds.get("read directly", 0.0),
         "wait": member.seconds.get("wait", 0.0),
         "waited_for": waited_for,
         "cells": table.row(member),

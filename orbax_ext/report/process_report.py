@@ -24,6 +24,7 @@ class ProcessReport:
     spans: tuple[Span, ...]  # in the order in which they began; see `spans_left_out`
     spans_left_out: int = 0  # the shortest ones, where there were too many to keep or to send to process 0
     bytes_read: int = 0  # from storage
+    bytes_unused: int = 0  # of these, read for an exchange that was not held
     requests: int = 0  # to storage
     bytes_received: int = 0  # from other processes, by the plan
     bytes_sent: int = 0  # to other processes, by the plan
@@ -59,5 +60,11 @@ class ProcessReport:
             seconds={str(phase): float(seconds) for phase, seconds in data["seconds"].items()},
             spans=tuple(Span.from_dict(span) for span in data["spans"]),
             s3={str(name): int(count) for name, count in data["s3"].items()},
-            **{field.name: int(data[field.name]) for field in dataclasses.fields(cls) if field.type == "int"},
+            bytes_unused=int(data.get("bytes_unused", 0)),  # older reports do not have it
+            **{name: int(data[name]) for name in _COUNTS},
         )
+
+
+_COUNTS = [
+    field.name for field in dataclasses.fields(ProcessReport) if field.type == "int" and field.name != "bytes_unused"
+]

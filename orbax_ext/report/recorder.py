@@ -41,6 +41,7 @@ class Recorder:
         self._phases_begun: list[tuple[str, int | None]] = []  # the phase and group of all spans, finished or not
         self._other_reports: dict[int, ProcessReport] = {}
         self.plan: PlannedRestore | None = None  # the latest
+        self.bytes_unused = 0  # that were read for exchanges that were not held
         self.session: Session | None = None  # of all processes; None if this process restores alone so far
 
     @property
@@ -56,7 +57,8 @@ class Recorder:
     @property
     def groups_begun(self) -> frozenset[int | None]:
         """Groups that this process has begun to read; None stands for the leaves that are read directly."""
-        return frozenset(group for phase, group in self._phases_begun if phase == "read")
+        directly = frozenset({None for phase, _ in self._phases_begun if phase == "read directly"})
+        return directly | {group for phase, group in self._phases_begun if phase == "read"}
 
     @property
     def groups_read(self) -> frozenset[int | None]:
@@ -83,6 +85,10 @@ class Recorder:
     def planned(self, leaves: int, meshes: tuple[MeshInfo, ...], plan: RestorePlan) -> None:
         """Notes what was decided; replaces an earlier plan."""
         self.plan = PlannedRestore(leaves, meshes, plan)
+
+    def unused(self, count: int) -> None:
+        """Adds bytes that were read and are not needed."""
+        self.bytes_unused += count
 
     def add_reports(self, reports: Mapping[int, ProcessReport]) -> None:
         """Keeps the reports that other processes have sent to process 0."""

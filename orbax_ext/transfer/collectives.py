@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,6 @@ from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
 
 _EVERYWHERE = P(("replica", "rest"))
 _MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
-_PROBES = 4  # of which the quickest counts: a busy processor makes others late
-_PROBE_BYTES = 1 << 20  # enough to tell a slow link from a fast one, too few to be missed on either
-_OVERHEAD = 2e-3  # seconds at most to start an exchange; if a small one takes longer, links are slow or busy
-_LEAST_SHARE = 0.1  # a difference of less than this share of a time says nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,29 +153,9 @@ class Exchange:
         On some backends a communicator that is opened by the first exchange gives a late process only 30 s
         (google/orbax #3181). One that is open already waits for it.
         """
-        self._time(_SIGNAL)
-
-    def measure(self) -> float:
-        """Connects, and returns the bytes per second that this process receives in a small exchange.
-
-        The time that an empty exchange takes is subtracted if it is short: on a fast fabric it is nearly all.
-        """
-        self.connect()
-        owners = np.vectorize(lambda device: device.process_index)(self._mesh.devices)
-        words = max(1, _PROBE_BYTES // 4 // int(np.bincount(owners.ravel()).max()) // len(owners))  # the same on all
-        idle, busy = (min(self._time(op) for _ in range(_PROBES)) for op in (_SIGNAL, PackOp(words)))
-        mine = owners == jax.process_index()
-        foreign = int((mine.sum(axis=0) * (~mine).sum(axis=0)).sum())  # pieces that come from other processes
-        return 4 * words * foreign / max(busy - min(idle, _OVERHEAD), busy * _LEAST_SHARE)
-
-    def _time(self, op: Op) -> float:
-        """Returns the seconds that an exchange of zeros takes."""
-        self.compile((op,))
-        zeros = self._zeros(op.operand)
-        started = time.monotonic()
-        (answer,) = self.run((op,), [zeros])
+        self.compile((_SIGNAL,))
+        (answer,) = self.run((_SIGNAL,), [self._zeros(_SIGNAL.operand)])
         jax.block_until_ready(list(answer.values()))
-        return time.monotonic() - started
 
     def run(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> list[DeviceBlocks]:
         """Starts the exchange and returns the blocks of each output. The operands of sums are used up."""

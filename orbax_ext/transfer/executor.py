@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
@@ -12,6 +13,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import mesh as mesh_lib
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Group, Leaf
 from orbax_ext.request import Request
@@ -57,15 +59,10 @@ class Executor:
 
         await self._in_thread(compile_all)
 
-    async def connect(self, groups: Sequence[Group], *, measure: bool) -> float:
-        """Opens the communicators; if `measure`, returns the bytes per second that arrive over the first one."""
-        first, *others = dict.fromkeys(map(self._exchange, groups))
-        for exchange in others:
+    async def connect(self, groups: Sequence[Group]) -> None:
+        """Opens the communicators of these groups."""
+        for exchange in dict.fromkeys(map(self._exchange, groups)):
             await self._in_thread(exchange.connect)
-        if measure:
-            return await self._in_thread(first.measure)
-        await self._in_thread(first.connect)
-        return 0.0
 
     async def read(self, group: Group) -> list[DeviceBlocks]:
         """Reads and returns this process's contribution to an exchange, for each bundle of the group."""
@@ -79,14 +76,39 @@ class Executor:
 
         return await self._in_thread(contributions)
 
+    async def read_whole(self, group: Group) -> dict[int, jax.Array]:
+        """Reads a group as plain Orbax does, without an exchange; returns the leaves that are complete with it."""
+        leaves = [index for index in group.leaves if self._leaves.leaves[index].slice is None]
+        sliced = [index for index in group.leaves if self._leaves.leaves[index].slice is not None]
+        items = [self._whole_item(index) for index in sliced]
+        whole, arrays = await asyncio.gather(self._read_arrays(self._reader, leaves), reading.read(self._reader, items))
+
+        def complete() -> dict[int, jax.Array]:
+            arrived: dict[int, DeviceBlocks] = {
+                index: {shard.device: shard.data for shard in array.addressable_shards}
+                for index, array in zip(sliced, arrays, strict=True)
+            }
+            return {leaf: self._hand_over(leaf, blocks) for leaf, blocks in self._assembly.add(arrived).items()}
+
+        return whole | (await self._in_thread(complete) if sliced else {})
+
     async def read_direct(self, leaves: Collection[int]) -> dict[int, jax.Array]:
         """Reads leaves as plain Orbax does."""
+        return await self._read_arrays(self._handler, leaves)
+
+    async def _read_arrays(self, handler: type_handlers.ArrayHandler, leaves: Collection[int]) -> dict[int, jax.Array]:
         if not leaves:
             return {}
         requests = [self._request.leaf_requests[leaf] for leaf in leaves]
         infos, args = [request.info for request in requests], [request.arg for request in requests]
-        arrays = await type_handlers.ArrayHandler.deserialize(self._handler, infos, args)
+        arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, args)
         return dict(zip(leaves, arrays, strict=True))
+
+    def _whole_item(self, index: int) -> reading.ReadItem:
+        """Returns what this process reads of a slice if the slice does not travel: the rows of all its devices."""
+        request = self._leaves.request(index)
+        sharding = mesh_lib.replica_sharding(request.sharding, request.sharding.mesh)
+        return reading.ReadItem(index, request, self._leaves.leaves[index], sharding, self._leaves.block(index))
 
     def start_exchange(self, group: Group, contributions: list[DeviceBlocks]) -> asyncio.Future[dict[int, jax.Array]]:
         """Starts an exchange; the future has the leaves that it completes. `contributions` is emptied."""
@@ -149,6 +171,7 @@ class _Assembly:
 
     def __init__(self, leaves: PlannedLeaves) -> None:
         self._leaves = leaves
+        self._lock = threading.Lock()  # slices arrive from exchanges and from direct reads, in different threads
         self._begun: dict[int, Words] = {}
         self._missing = Counter(leaf.slice.leaf for leaf in leaves.leaves if leaf.slice is not None)
 
@@ -159,6 +182,10 @@ class _Assembly:
 
     def add(self, arrived: dict[int, DeviceBlocks]) -> dict[int, DeviceBlocks]:
         """Takes leaves and slices that have arrived; returns the leaves that are complete with them."""
+        with self._lock:
+            return self._add(arrived)
+
+    def _add(self, arrived: dict[int, DeviceBlocks]) -> dict[int, DeviceBlocks]:
         complete: dict[int, DeviceBlocks] = {}
         for index, blocks in arrived.items():
             rows = self._leaves.leaves[index].slice

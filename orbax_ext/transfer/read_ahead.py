@@ -1,13 +1,16 @@
-"""Reads groups before they are needed, and measures how long that takes."""
+"""Reads groups before they are needed, from the front and from the back."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+from orbax_ext.transfer.rates import Stopwatch
+
 F = TypeVar("F")
+L = TypeVar("L")
 R = TypeVar("R")
 
 
@@ -18,38 +21,53 @@ class ReadAhead(Generic[R]):
     storage and both arrive late, while nothing travels.
     """
 
-    def __init__(self, read: Callable[[int], Awaitable[R]], ahead: int) -> None:
+    def __init__(self, read: Callable[[int], Awaitable[R]], ahead: int, busy: Stopwatch) -> None:
+        """`busy` runs while a group is being read."""
         self.ahead = ahead
         self.begun = 0  # groups whose reading has begun
-        self.busy = Stopwatch()  # runs while one of them is being read
+        self.groups_done: list[int] = []
         self._read = read
+        self._busy = busy
         self._upto = 0  # groups whose reading may begin
         self._at_a_time = 1  # until it is known how long one takes
         self._tasks: dict[int, asyncio.Future[R]] = {}
 
-    def begin(self, upto: int, groups: int) -> list[asyncio.Future[R]]:
-        """Begins to read groups up to a number, if there are so many; returns the reads that were not taken yet."""
+    @property
+    def under_way(self) -> list[asyncio.Future[R]]:
+        """Reads that have not ended."""
+        return [task for task in self._tasks.values() if not task.done()]
+
+    @property
+    def idle(self) -> bool:
+        """Whether all groups are read that may be read."""
+        return self.begun >= self._upto and not self.under_way
+
+    def begin(self, upto: int, groups: int) -> None:
+        """Begins to read groups up to a number, if there are so many."""
         self._upto = max(self._upto, min(upto, groups))
         self._go_on()
-        return list(self._tasks.values())
 
-    async def take(self, number: int, groups: int) -> R:
-        """Returns what was read of a group, and begins the next ones. Groups are taken in order."""
-        self.begin(number + 1 + self.ahead, groups)
-        try:
-            return await self._tasks[number]
-        finally:
-            self._tasks.pop(number, None)
+    def task(self, number: int) -> asyncio.Future[R]:
+        """Returns the reading of a group that has begun and was not taken."""
+        return self._tasks[number]
+
+    def take(self, number: int) -> R:
+        """Returns what was read of a group. Groups are taken in order, when they are read."""
+        return self._tasks.pop(number).result()
+
+    def raise_errors(self) -> None:
+        """Raises the error of a read that has failed, if there is one."""
+        _raise_errors(self._tasks.values())
 
     def give_up(self, number: int) -> None:
-        """Drops what was read of a group and those after it; they may be read again."""
+        """Drops what was read of a group and those after it."""
         for later in [group for group in self._tasks if group >= number]:
             abandon(self._tasks.pop(later))
         self.begun = min(self.begun, number)
         self._upto = min(self._upto, number)
 
     def _go_on(self) -> None:
-        while self.begun < self._upto and sum(not task.done() for task in self._tasks.values()) < self._at_a_time:
+        while self.begun < self._upto and len(self.under_way) < self._at_a_time:
             task = asyncio.ensure_future(self._timed(self.begun))
             task.add_done_callback(lambda _: self._go_on())
             self._tasks[self.begun] = task
@@ -57,8 +75,9 @@ class ReadAhead(Generic[R]):
 
     async def _timed(self, number: int) -> R:
         started = time.monotonic()
-        with self.busy:
+        with self._busy:
             result = await self._read(number)
+        self.groups_done.append(number)
         if self._at_a_time == 1:
             asyncio.get_running_loop().call_later((time.monotonic() - started) / 2, self._read_two_at_a_time)
         return result
@@ -68,28 +87,57 @@ class ReadAhead(Generic[R]):
         self._go_on()
 
 
-class Stopwatch:
-    """Measures the time during which at least one `with` block is inside it."""
+class BackReads(Generic[L, R]):
+    """Reads groups from the back directly, two at a time."""
 
-    def __init__(self) -> None:
-        self._inside = 0
-        self._since = 0.0
-        self._before = 0.0
+    def __init__(self, read: Callable[[int], Awaitable[dict[L, R]]], busy: Stopwatch) -> None:
+        """`busy` runs while a group is being read."""
+        self.done = 0  # groups that are read
+        self._read = read
+        self._busy = busy
+        self._two_at_a_time = asyncio.Semaphore(2)
+        self._tasks: list[asyncio.Future[dict[L, R]]] = []
 
     @property
-    def seconds(self) -> float:
-        """Seconds measured so far."""
-        return self._before + (time.monotonic() - self._since if self._inside else 0.0)
+    def under_way(self) -> list[asyncio.Future[dict[L, R]]]:
+        """Reads that have not ended."""
+        return [task for task in self._tasks if not task.done()]
 
-    def __enter__(self) -> None:
-        if not self._inside:
-            self._since = time.monotonic()
-        self._inside += 1
+    @property
+    def idle(self) -> bool:
+        """Whether all groups are read that were begun."""
+        return not self.under_way
 
-    def __exit__(self, *error: object) -> None:
-        self._inside -= 1
-        if not self._inside:
-            self._before += time.monotonic() - self._since
+    def begin(self, numbers: Iterable[int]) -> None:
+        """Begins to read groups, in this order."""
+        self._tasks += [asyncio.ensure_future(self._timed(number)) for number in numbers]
+
+    async def arrays(self) -> dict[L, R]:
+        """Waits for all reads and returns what they have completed."""
+        results = await asyncio.gather(*self._tasks)
+        return {leaf: array for arrays in results for leaf, array in arrays.items()}
+
+    def raise_errors(self) -> None:
+        """Raises the error of a read that has failed, if there is one."""
+        _raise_errors(self._tasks)
+
+    def give_up(self) -> None:
+        for task in self._tasks:
+            abandon(task)
+        self._tasks = []
+
+    async def _timed(self, number: int) -> dict[L, R]:
+        async with self._two_at_a_time:
+            with self._busy:
+                arrays = await self._read(number)
+        self.done += 1
+        return arrays
+
+
+def _raise_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 def abandon(task: asyncio.Future[Any]) -> None:

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orbax_ext.cli import exits, knobs
-from orbax_ext.options import FIELDS, Options
+from orbax_ext.options import DEPRECATED, FIELDS, Options
 from orbax_ext.report.report import RestoreReport
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -259,8 +259,6 @@ def test_every_knob_can_be_given_as_an_option_and_as_a_variable(tmp_path: pathli
         "replica_axis": ("dp,1", ["dp", 1]),
         "primary_replica_id": ("2", 2),
         "strategy": ("spread", "spread"),
-        "storage_gbps": ("10", 10.0),
-        "fabric_gbps": ("1e2", 100.0),
         "broadcast_memory_limit_bytes": ("1000", 1000),
         "broadcast_memory_scaling_factor": ("none", None),
         "stall_timeout": ("7", 7.0),
@@ -268,7 +266,7 @@ def test_every_knob_can_be_given_as_an_option_and_as_a_variable(tmp_path: pathli
         "verify": ("true", True),
         "progress": ("no", False),
     }
-    assert {*texts, "replica_axis_index"} == set(FIELDS)
+    assert {*texts, "replica_axis_index", *DEPRECATED} == set(FIELDS)
     expected = Options(**{name: value for name, (_, value) in texts.items()})  # type: ignore[arg-type]
     variables = {knobs.PREFIX + name.upper(): text for name, (text, _) in texts.items()}
     assert registered(tmp_path, env={**variables, "ORBAX_EXT_SOMETHING_ELSE": "1"}) == expected

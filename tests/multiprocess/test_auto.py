@@ -1,8 +1,11 @@
-"""`auto` takes the faster strategy, and a restore keeps to the memory limit, as measured."""
+"""`auto` reads from both ends, and a restore keeps to the memory limit, as measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,21 +17,29 @@ import orbax_ext
 from bench import memory
 from orbax_ext import lab
 from orbax_ext.lab import handlers
-from orbax_ext.transfer import choice
+from orbax_ext.transfer.executor import Executor
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
-from tests.support import fault_injection, states
-from tests.support.states import MeshSpec, P, Spec, strategy_names
+from tests.support import states
+from tests.support.states import MeshSpec, P, Spec
 
 MIB = 1 << 20
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {f"layer_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)}
 MIXED_MESH = MeshSpec((2, 2, 2), ("dp", "fsdp", "tp"))
 MIXED_STATE = {
-    # At the bandwidths of the test, an exchange pays where each process reads a quarter, and not where it reads half.
     **{f"a_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)},
     **{f"b_{number}": Spec((4096, 2048), "float32", P(("fsdp", "tp"))) for number in range(8)},
 }
+SLICED = {"large": Spec((16384, 2048), "float32", P("tp"))}
 HOST_BYTES = 8 * 16 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Seconds that are added to reading a group directly, of which a share takes a quarter, and to exchanging it."""
+
+    direct: float
+    exchange: float
 
 
 @pytest.fixture(scope="module")
@@ -38,77 +49,84 @@ def layers(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-@pytest.mark.parametrize(("storage", "fabric", "strategy"), [(0.3, 1.6, "spread"), (0.3, 0.01, "direct")])
-def test_the_faster_strategy_by_the_given_bandwidths_is_taken(
-    small_cluster: lab.Cluster, layers: str, storage: float, fabric: float, strategy: str
-) -> None:
-    knobs = {"strategy": "auto", "storage_gbps": storage, "fabric_gbps": fabric}
-    for strategies in small_cluster.run(restore_strategies, layers, knobs):
-        assert set(strategy_names(strategies)) == {strategy}
-        assert all("s expected" in text and "given" in text for text in strategies)
+SLOW_STORAGE, SLOW_FABRIC, BOTH = Pace(0.8, 0.0), Pace(0.0, 0.8), Pace(0.3, 0.3)
 
 
-def test_bandwidths_are_measured_where_none_are_given(small_cluster: lab.Cluster, layers: str) -> None:
-    first, *others = small_cluster.run(restore_strategies, layers, {"strategy": "auto"})
+def test_slow_storage_makes_it_spread(small_cluster: lab.Cluster, layers: str) -> None:
+    for groups, unused in small_cluster.run(restore_at, layers, SLOW_STORAGE):
+        assert groups == ["exchange"] * 8
+        assert unused == 0
+
+
+def test_a_slow_fabric_makes_it_direct_after_the_first_exchange(small_cluster: lab.Cluster, layers: str) -> None:
+    first, *others = small_cluster.run(restore_at, layers, SLOW_FABRIC)
     assert others == [first] * 3  # all processes decide the same
-    assert any("MB/s a process, measured" in text for text in first)
+    groups, unused = first
+    assert groups.count("exchange") <= 2
+    assert unused <= 32 * MIB  # of one group, on the two devices of a process
 
 
-@pytest.mark.parametrize(("fabric", "strategy"), [(1e3, "direct"), (1e9, "spread")])
-def test_the_faster_strategy_by_the_measured_bandwidths_is_taken(
-    small_cluster: lab.Cluster, layers: str, fabric: float, strategy: str
-) -> None:
-    for strategies in small_cluster.run(restore_with_rates, layers, 10e6, fabric):
-        assert set(strategy_names(strategies)) == {strategy}
+def test_storage_and_fabric_share_the_work_if_they_are_alike(small_cluster: lab.Cluster, layers: str) -> None:
+    for groups, _ in small_cluster.run(restore_at, layers, BOTH):
+        assert set(groups) == {"exchange", "direct"}
+        assert groups == sorted(groups, reverse=True)  # the front travels
 
 
-def test_bandwidths_are_measured_where_processes_have_different_numbers_of_devices(
+def test_nothing_is_connected_if_all_is_read_before_programs_are_compiled(
     small_cluster: lab.Cluster, layers: str
 ) -> None:
-    uneven = MeshSpec((3, 2), ("dp", "tp"), devices=(0, 1, 2, 3, 4, 6))  # of the four processes: two, two, one and one
-    first, *others = small_cluster.run(restore_with_rates, layers, 10e6, 1e9, STATE, uneven)
-    assert others == [first] * 3
-    assert set(strategy_names(first)) == {"spread"}
+    for groups, phases in small_cluster.run(restore_with_a_slow_compiler, layers):
+        assert groups == ["direct"] * 8
+        assert "connect" not in phases
 
 
-def test_groups_read_before_the_choice_are_not_read_again(small_cluster: lab.Cluster, layers: str) -> None:
-    for strategies in small_cluster.run(restore_with_rates, layers, 10e6, 4.9e6):
-        assert strategy_names(strategies) == ["direct"] * 6 + ["spread"] * 2  # a group is two leaves
-        assert "had been read before" in strategies[-1]
+def test_it_follows_links_that_change_in_the_middle(small_cluster: lab.Cluster, layers: str) -> None:
+    for groups, _ in small_cluster.run(restore_at, layers, SLOW_STORAGE, SLOW_FABRIC):
+        assert 3 <= groups.count("exchange") < 8
+    for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, SLOW_STORAGE):
+        assert set(groups) <= {"exchange", "direct"}
 
 
-@pytest.mark.parametrize("fabric", [1e3, 1e9])
-def test_a_read_error_while_links_are_measured_is_raised_by_all(
-    small_cluster: lab.Cluster, layers: str, fabric: float
-) -> None:
-    for outcome in small_cluster.outcomes(restore_with_a_bad_disk, layers, fabric):
+def test_one_process_with_slow_storage_keeps_all_from_reading_directly(small_cluster: lab.Cluster, layers: str) -> None:
+    for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, slow=(2, Pace(3.0, 0.0))):
+        assert groups.count("direct") <= 2
+
+
+def test_slices_of_one_leaf_arrive_from_both_ends(small_cluster: lab.Cluster, path: str) -> None:
+    small_cluster.run(save_in_chunks, path)
+    for groups, _ in small_cluster.run(restore_at, path, BOTH, state=SLICED):
+        assert {"exchange", "direct"} == set(groups)
+
+
+@pytest.mark.parametrize("end", ["read", "read_whole"])
+def test_a_read_error_at_either_end_is_raised_by_all(small_cluster: lab.Cluster, layers: str, end: str) -> None:
+    for outcome in small_cluster.outcomes(restore_with_a_bad_disk, layers, end):
         assert "RestoreFailedError: restore failed on 1 process:\n  process 2 (" in str(outcome)
         assert "OSError: the disk is gone" in str(outcome)
 
 
-def test_leaves_with_different_replicas_get_different_strategies(small_cluster: lab.Cluster, path: str) -> None:
+def test_processes_may_have_different_numbers_of_devices(small_cluster: lab.Cluster, layers: str) -> None:
+    uneven = MeshSpec((3, 2), ("dp", "tp"), devices=(0, 1, 2, 3, 4, 6))  # of the four processes: two, two, one and one
+    first, *others = small_cluster.run(restore_at, layers, BOTH, mesh=uneven)
+    assert others == [first] * 3
+
+
+def test_leaves_with_different_replicas_are_restored_exactly(small_cluster: lab.Cluster, path: str) -> None:
     small_cluster.run(states.save, path, MIXED_STATE, MIXED_MESH)
-    for strategies in small_cluster.run(restore_with_rates, path, 50e6, 160e6, MIXED_STATE, MIXED_MESH):
-        assert strategy_names(strategies) == ["direct"] * 8 + ["spread"] * 8
+    for groups, _ in small_cluster.run(restore_at, path, BOTH, state=MIXED_STATE, mesh=MIXED_MESH):
+        assert set(groups) == {"exchange", "direct"}
 
 
-def test_a_strategy_that_proves_slow_is_given_up_midway(small_cluster: lab.Cluster, layers: str) -> None:
-    for strategies in small_cluster.run(restore_with_a_slow_pace, layers):
-        assert strategy_names(strategies) == ["direct"] * 3 + ["spread"] * 5
-
-
-def test_processes_with_different_given_bandwidths_are_refused(small_cluster: lab.Cluster, layers: str) -> None:
-    for outcome in small_cluster.outcomes(restore_with_different_bandwidths, layers):
-        assert outcome.failure is not None
-        assert outcome.failure.type == "PlanMismatchError"
-        assert "bandwidths" in outcome.failure.message
+def test_rates_are_not_needed_any_more(small_cluster: lab.Cluster, layers: str) -> None:
+    with pytest.warns(DeprecationWarning, match="storage_gbps has no effect any more"):
+        orbax_ext.BroadcastArrayHandler(storage_gbps=1.0)
 
 
 def test_array_metadata_is_read_once_for_all_groups(small_cluster: lab.Cluster, layers: str) -> None:
     assert small_cluster.run(restore_and_count_metadata_reads, layers) == [(1, 8)] * 4
 
 
-@pytest.mark.parametrize("strategy", states.STRATEGIES)
+@pytest.mark.parametrize("strategy", [*states.STRATEGIES, "auto"])
 def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: str, strategy: str) -> None:
     knobs = {"strategy": strategy, "replica_axis": "dp", "stall_timeout": 60}
 
@@ -125,47 +143,100 @@ def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: st
 # Run on the processes.
 
 
-def restore_strategies(
-    path: str, knobs: dict[str, object], state: Mapping[str, Spec] = STATE, mesh: MeshSpec = MESH
-) -> list[str]:
-    return sorted(states.restore_exactly(path, knobs, state, mesh).strategy.values())
+def save_in_chunks(path: str) -> None:
+    """Saves a leaf in chunks that are much smaller than a device's block, so that it is cut into slices."""
+    state = states.make_state(SLICED, MESH.make())
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=MIB), state)
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state, save_args=save_args))
 
 
-def restore_with_rates(
+@contextlib.contextmanager
+def paced(pace_of: Callable[[], Pace]) -> Iterator[None]:
+    """Makes reads and exchanges take longer, by the pace at the time."""
+    read, read_whole, start = Executor.read, Executor.read_whole, Executor.start_exchange
+
+    async def slow_share(self: Executor, group: Any) -> Any:
+        await asyncio.sleep(pace_of().direct / 4)
+        return await read(self, group)
+
+    async def slow_whole(self: Executor, group: Any) -> Any:
+        await asyncio.sleep(pace_of().direct)
+        return await read_whole(self, group)
+
+    def slow_exchange(self: Executor, group: Any, contributions: Any) -> Any:
+        async def finish() -> Any:
+            await asyncio.sleep(pace_of().exchange)
+            return await start(self, group, contributions)
+
+        return asyncio.ensure_future(finish())
+
+    replacements = {"read": slow_share, "read_whole": slow_whole, "start_exchange": slow_exchange}
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replacements.items():
+            stack.enter_context(mock.patch.object(Executor, name, replacement))
+        yield
+
+
+def restore_at(
     path: str,
-    storage: float,
-    fabric: float,
+    pace: Pace,
+    later: Pace | None = None,
+    slow: tuple[int, Pace] | None = None,
     state: Mapping[str, Spec] = STATE,
     mesh: MeshSpec = MESH,
-    knobs: Mapping[str, object] | None = None,
-    **others: float,
-) -> list[str]:
-    """Replaces the measured rates, in bytes per second, and returns the strategies chosen by them."""
-    rates = choice.Choice.rates
+) -> tuple[list[str], int]:
+    """Restores at a pace, at another one after two exchanges, and on one process at a pace of its own."""
+    exchanges = 0
+    start = Executor.start_exchange
 
-    def replaced_rates(self: choice.Choice) -> dict[str, float]:
-        measured = rates(self)
-        assert measured["fabric"] > 0
-        return {**measured, "storage": storage, "fabric": fabric, **others}
+    def start_and_count(*args: Any) -> Any:
+        nonlocal exchanges
+        exchanges += 1
+        return start(*args)
 
-    with mock.patch.object(choice.Choice, "rates", replaced_rates):
-        return restore_strategies(path, {"strategy": "auto", **(knobs or {})}, state, mesh)
+    def pace_now() -> Pace:
+        if slow is not None and slow[0] == jax.process_index():
+            return slow[1]
+        return later if later is not None and exchanges > 2 else pace
 
-
-def restore_with_a_slow_pace(path: str) -> list[str]:
-    """Restores eight groups, of which five have begun their exchange when the pace is measured."""
-    knobs = {"broadcast_memory_limit_bytes": 16 * MIB}
-    return restore_with_rates(path, 10e6, 1e9, knobs=knobs, pace=1e-3)
-
-
-def restore_with_a_bad_disk(path: str, fabric: float) -> None:
-    with fault_injection.on(2, fault_injection.read_error):
-        restore_with_rates(path, 10e6, fabric)
+    with mock.patch.object(Executor, "start_exchange", start_and_count), paced(pace_now):
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}  # eight groups
+        report = states.restore_exactly(path, knobs, state, mesh)
+    return ends_of(report), report.own.bytes_unused
 
 
-def restore_with_different_bandwidths(path: str) -> None:
-    knobs = {"strategy": "auto", "storage_gbps": 1.0 + jax.process_index(), "fabric_gbps": 1.0}
-    states.restore(path, STATE, MESH, knobs=knobs)
+def ends_of(report: Any) -> list[str]:
+    """Returns how each group was restored, from the front to the back."""
+    ends = {span.group: "exchange" for span in report.own.spans if span.phase == "exchange"}
+    back = {span.group: "direct" for span in report.own.spans if span.phase == "read directly"}
+    assert not set(ends) & set(back)
+    assert sorted(ends | back) == list(range(len(ends | back)))
+    return [(ends | back)[group] for group in sorted(ends | back)]
+
+
+def restore_with_a_slow_compiler(path: str) -> tuple[list[str], list[str]]:
+    compile_all = Executor.compile
+
+    async def slowly(self: Executor, groups: Any) -> None:
+        await asyncio.sleep(10)
+        await compile_all(self, groups)
+
+    with mock.patch.object(Executor, "compile", slowly):
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}
+        report = states.restore_exactly(path, knobs, STATE, MESH)
+    return ends_of(report), [span.phase for span in report.own.spans]
+
+
+def restore_with_a_bad_disk(path: str, end: str) -> None:
+    async def fail(*args: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with paced(lambda: BOTH), contextlib.ExitStack() as stack:
+        if jax.process_index() == 2:
+            stack.enter_context(mock.patch.object(Executor, end, fail))
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}
+        states.restore(path, STATE, MESH, knobs=knobs)
 
 
 def restore_and_count_metadata_reads(path: str) -> tuple[int, int]:

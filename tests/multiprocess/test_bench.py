@@ -57,13 +57,6 @@ def test_limits_are_what_the_links_allow() -> None:
     assert known["hosts_2"].limit() == known["hosts_4"].limit() == known["hosts_8"].limit()
 
 
-def test_rates_are_those_of_one_host_while_all_are_busy() -> None:
-    rates = {scenario.name: scenario.gbps for scenario in scenarios()}
-    assert rates["dense"] == (0.32, 1.6)
-    assert rates["shared_link"] == (0.4, 0.4)
-    assert rates["capped_storage"] == (0.08, 1.6)  # a host's part of the total
-
-
 def namespaces() -> set[str]:
     folder = pathlib.Path("/var/run/netns")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()

@@ -17,11 +17,11 @@ PLENTY = 1 << 40
         (0, 0, PLENTY, 64 * MIB),
         (1024 * MIB, 0, PLENTY, 128 * MIB),
         (4096 * MIB, 0, PLENTY, 256 * MIB),
-        (0, 40 * MIB, PLENTY, 160 * MIB),
+        (0, 40 * MIB, PLENTY, 240 * MIB),
         (4096 * MIB, 0, 40 * MIB, 30 * MIB),
         (4096 * MIB, 0, 0, 1),
     ],
-    ids=["least", "an eighth of the state", "most", "four lane batches", "what is free", "nothing is free"],
+    ids=["least", "an eighth of the state", "most", "six lane batches", "what is free", "nothing is free"],
 )
 def test_the_limit_follows_from_the_state_and_the_free_memory(
     state: int, lane_batch: int, free: int, limit: int
@@ -40,4 +40,8 @@ def test_the_scaling_factor_is_the_share_of_the_free_memory() -> None:
 
 @pytest.mark.parametrize(("limit", "group"), [(64 * MIB, 16 * MIB), (3, 1), (1, 1)])
 def test_four_groups_keep_to_the_limit(limit: int, group: int) -> None:
-    assert memory.group_bytes(limit) == group
+    assert memory.group_bytes(limit, "spread") == group
+
+
+def test_two_more_groups_keep_to_the_limit_if_some_are_read_directly_meanwhile() -> None:
+    assert memory.group_bytes(60 * MIB, "auto") == 10 * MIB

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 import orbax_ext
+from orbax_ext import handler
 from orbax_ext.plan import RestorePlan
 from orbax_ext.report import collect
 from orbax_ext.report.collect import pack, unpack, unpack_others
@@ -34,13 +35,19 @@ def test_a_restore_on_one_process_leaves_a_report(restore: Callable[..., Restore
 
 
 @pytest.mark.core
-def test_a_failed_restore_leaves_a_report_that_says_why(restore: Callable[..., RestoreReport]) -> None:
-    with pytest.raises(ValueError, match="replica axis 'nope'"):
-        restore(replica_axis="nope", strategy="single")
+def test_a_failed_restore_leaves_a_report_that_says_why(
+    restore: Callable[..., RestoreReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise ValueError("no memory to speak of")
+
+    monkeypatch.setattr(handler, "memory_limit", fail)
+    with pytest.raises(ValueError, match="no memory"):
+        restore()
     report = orbax_ext.last_report()
     assert report is not None
-    assert report.error.startswith("ValueError: replica axis 'nope'")
-    assert "error: ValueError: replica axis 'nope'" in str(report)
+    assert report.error == "ValueError: no memory to speak of"
+    assert "error: ValueError: no memory to speak of" in str(report)
 
 
 def test_a_report_that_cannot_be_made_does_not_fail_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,10 +126,9 @@ def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
     """Sends the process a signal while the reader reads, after all processes have connected."""
     connect, connected = Executor.connect, threading.Event()
 
-    async def connect_and_note(*args: Any, **kwargs: Any) -> float:
-        seconds = await connect(*args, **kwargs)
+    async def connect_and_note(*args: Any, **kwargs: Any) -> None:
+        await connect(*args, **kwargs)
         connected.set()
-        return seconds
 
     def watch() -> None:
         while not begun.exists():

@@ -41,6 +41,6 @@ def test_exchanges_are_kept_for_a_whole_restore_however_many_there_are() -> None
 
     with mock.patch("orbax_ext.transfer.executor.exchange_among", exchange_among):
         for _ in range(2):
-            asyncio.run(executor.connect(groups, measure=False))
+            asyncio.run(executor.connect(groups))
 
     assert [exchange.connected for exchange in made] == [2] * len(AXES)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orbax_ext.transfer.read_ahead import ReadAhead, Stopwatch, both
+from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.read_ahead import BackReads, ReadAhead, both
 
 pytestmark = pytest.mark.once
 
@@ -45,23 +46,26 @@ def run(test: Callable[[], Awaitable[Any]]) -> None:
 def test_groups_are_read_once_and_in_order_however_they_are_asked_for() -> None:
     async def case() -> None:
         storage = Storage()
-        reading = ReadAhead(storage.read, ahead=1)
-        reading.begin(1, 4)
-        taken = asyncio.ensure_future(reading.take(0, 4))
+        reading = ReadAhead(storage.read, 1, Stopwatch())
+        reading.begin(2, 4)
         await settle()
         assert storage.asked == [0]
+        assert not reading.task(0).done()
         await storage.arrive(0)
-        assert await taken == 0
-        assert storage.asked == [0, 1]  # the one that was wanted and one more
+        assert reading.take(0) == 0
+        assert storage.asked == [0, 1]
+        assert [reading.idle] == [False]
         await storage.arrive(1)
         assert storage.asked == [0, 1]
+        assert [reading.idle] == [True]  # until more may be read
         reading.begin(9, 4)
+        assert [reading.idle] == [False]
         for number in (2, 3):
             await settle()
             await storage.arrive(number)
-        assert [await reading.take(number, 4) for number in (1, 2, 3)] == [10, 20, 30]
+        assert [reading.take(number) for number in (1, 2, 3)] == [10, 20, 30]
         assert storage.asked == [0, 1, 2, 3]  # no more than there are, and none twice
-        assert reading.begun == 4
+        assert (reading.begun, reading.groups_done) == (4, [0, 1, 2, 3])
 
     run(case)
 
@@ -69,7 +73,7 @@ def test_groups_are_read_once_and_in_order_however_they_are_asked_for() -> None:
 def test_two_groups_are_read_at_a_time_half_a_group_apart() -> None:
     async def case() -> None:
         storage = Storage()
-        reading = ReadAhead(storage.read, ahead=9)
+        reading = ReadAhead(storage.read, 9, Stopwatch())
         reading.begin(9, 9)
         await asyncio.sleep(0.2)
         assert storage.asked == [0]  # if the next one were begun, too, the first would come late
@@ -87,7 +91,7 @@ def test_two_groups_are_read_at_a_time_half_a_group_apart() -> None:
 def test_groups_that_are_given_up_are_not_waited_for() -> None:
     async def case() -> None:
         storage = Storage()
-        reading = ReadAhead(storage.read, ahead=2)
+        reading = ReadAhead(storage.read, 2, Stopwatch())
         reading.begin(3, 3)
         await settle()
         await storage.arrive(0)
@@ -96,30 +100,50 @@ def test_groups_that_are_given_up_are_not_waited_for() -> None:
         reading.give_up(1)
         await settle()
         assert [storage.there[number].cancelled() for number in range(3)] == [False, True, True]
-        assert await reading.take(0, 1) == 0
-        reading.begin(2, 2)  # there is another group with that number now
+        assert reading.idle
+        assert reading.take(0) == 0
+
+    run(case)
+
+
+def test_a_failed_read_is_raised_before_it_is_taken() -> None:
+    async def case() -> None:
+        storage = Storage()
+        reading = ReadAhead(storage.read, 2, Stopwatch())
+        reading.begin(2, 2)
         await settle()
-        assert storage.asked == [0, 1, 2, 1]
+        reading.raise_errors()
+        storage.there[0].set_exception(OSError("no such disk"))
+        await settle()
+        with pytest.raises(OSError, match="no such disk"):
+            reading.raise_errors()
         reading.give_up(0)
 
     run(case)
 
 
-def test_a_stopwatch_runs_while_anything_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("orbax_ext.transfer.read_ahead.time.monotonic", lambda: now[0])
-    watch = Stopwatch()
-    with watch:
-        now[0] = 1.0
-        with watch:
-            now[0] = 3.0
-        now[0] = 4.0
-        assert watch.seconds == 4.0
-    now[0] = 10.0
-    assert watch.seconds == 4.0
-    with watch:
-        now[0] = 11.0
-    assert watch.seconds == 5.0
+def test_groups_from_the_back_are_read_two_at_a_time() -> None:
+    async def case() -> None:
+        storage, watch = Storage(), Stopwatch()
+
+        async def read(number: int) -> dict[int, int]:
+            return {number: await storage.read(number)}
+
+        back = BackReads(read, watch)
+        assert back.idle
+        back.begin([7, 6])
+        back.begin([5])
+        await settle()
+        assert storage.asked == [7, 6]
+        await storage.arrive(6)
+        assert storage.asked == [7, 6, 5]
+        assert (back.done, back.idle) == (1, False)
+        await storage.arrive(5)
+        await storage.arrive(7)
+        assert (back.done, back.idle) == (3, True)
+        assert await back.arrays() == {7: 70, 6: 60, 5: 50}
+
+    run(case)
 
 
 def test_both_are_waited_for_also_when_one_fails() -> None:

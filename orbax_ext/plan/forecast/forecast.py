@@ -9,6 +9,7 @@ from typing import Any
 
 from orbax_ext.options import Options, Strategy
 from orbax_ext.plan import cost, memory, volumes
+from orbax_ext.plan.boundary import Ends, Progress, best_boundary, bytes_of_groups
 from orbax_ext.plan.choose import choose_plan
 from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import RestorePlan, largest_lane_batch
@@ -44,8 +45,10 @@ def forecast(
     options = Options(strategy=strategy, replica_axis=replica_axis)
     state = sum(leaf.block_bytes for leaf in leaves)
     limit = memory.limit(options, state, largest_lane_batch(leaves, [mesh]), free)
-    group_bytes = memory.group_bytes(limit)
-    plan = choose_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes, rates=rates)
+    group_bytes = memory.group_bytes(limit, strategy)
+    plan = choose_plan(leaves, [mesh], options, processes=processes, group_bytes=group_bytes)
+    if strategy == "auto":
+        plan = _divided(plan, mesh, processes, rates)
     counted = volumes.count(plan, [mesh], processes)
     largest = max((group.device_bytes for group in plan.groups), default=0)
     return Forecast(
@@ -58,17 +61,26 @@ def forecast(
     )
 
 
+def _divided(plan: RestorePlan, mesh: MeshInfo, processes: int, rates: cost.Rates) -> RestorePlan:
+    """Returns the plan with the boundary where `auto` is expected to end if links keep these rates."""
+    groups = bytes_of_groups(plan, [mesh], processes)
+    storage = min(rates.storage, rates.storage_total / processes)
+    steady = Progress(0, 0, ready=True, idle=True, waiting=cost.START, storage=storage, fabric=rates.fabric)
+    return plan.divided(best_boundary(groups, Ends(0, len(groups)), 0, [steady]))
+
+
 def _seconds(plan: RestorePlan, counted: Volumes, mesh: MeshInfo, processes: int, rates: cost.Rates) -> float:
-    """Returns seconds by the cost model, where chunks are read whole. Leaves that are read directly come last."""
+    """Returns seconds by the cost model, where chunks are read whole. Exchanges go on beside direct reads."""
     loads = volumes.Loads(plan.leaves, [mesh], processes)
     exchanged, direct = loads.travelling(plan.groups), loads.direct(plan.direct)
-    total = 0.0
-    for load, leaves in ((exchanged, plan.sources(plan.groups)), (direct, plan.direct)):
+    read = read_by_all = 0
+    for load, leaves in ((exchanged, plan.sources(plan.groups)), (direct, {plan.source(leaf) for leaf in plan.direct})):
         needed = sum(counted.leaf_needed[leaf] for leaf in leaves)
         times = sum(counted.leaf_read[leaf] for leaf in leaves) / needed if needed else 1.0
-        in_chunks = dataclasses.replace(load, read=int(load.read * times), read_by_all=int(load.read_by_all * times))
-        total += cost.seconds(in_chunks, rates)
-    return total
+        read += int(load.read * times)
+        read_by_all += int(load.read_by_all * times)
+    both = dataclasses.replace(exchanged, read=read, read_by_all=read_by_all, arrays=exchanged.arrays + direct.arrays)
+    return cost.seconds(both, rates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +114,9 @@ def reasons(of: Forecast, leaves: Sequence[Leaf]) -> Mapping[str, list[str]]:
         reason = f"{of.plan.strategy}: {of.plan.because or 'several processes hold the same data'}"
         names[reason] = [leaves[index].name for index in travelling]
     for index, reason in of.plan.direct.items():
-        names.setdefault(f"direct: {reason}", []).append(leaves[index].name)
+        listed = names.setdefault(f"direct: {reason}", [])
+        if (name := of.plan.leaves[index].name) not in listed:  # a leaf may have several slices
+            listed.append(name)
     return names
 
 

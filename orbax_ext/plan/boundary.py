@@ -1,0 +1,105 @@
+"""How `auto` divides a restore: groups before the boundary travel, the others are read directly by every process.
+
+Groups are read and exchanged from the front. Whenever all processes have nothing left to read, because exchanges are
+what they wait for, the boundary moves: groups from the back are read directly meanwhile. It moves at meetings only, by
+a function of what the processes have really done so far, so all compute the same. The restore ends where the two meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbax_ext.plan.planner import RestorePlan
+from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.volumes import Loads
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupBytes:
+    """What a group asks of the process that it asks most of."""
+
+    share: int  # read from storage if it travels
+    direct: int  # read from storage if it does not
+    link: int  # received over the fabric if it travels
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """How far a restore is, the same on all processes."""
+
+    front: int  # groups whose exchange has begun
+    back: int  # the boundary: groups from this number on are read directly
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What one process has done when it comes to a meeting."""
+
+    begun: int  # groups of which it has read its share, or has begun to
+    direct: int  # groups that it has read directly
+    ready: bool  # for the next exchange: its share is read, and its programs are compiled
+    idle: bool  # it has nothing to read
+    waiting: float  # seconds since it has begun: the end of the first exchange may take as long again
+    storage: float  # bytes per second that it reads
+    fabric: float  # bytes per second that it receives in exchanges; 0 before the first one has ended
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Progress:
+        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+
+
+def bytes_of_groups(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> list[GroupBytes]:
+    """Returns what each group of a plan asks of the processes."""
+    loads = Loads(plan.leaves, meshes, processes)
+    counted = []
+    for group in plan.groups:
+        travelling, direct = loads.travelling([group]), loads.direct(group.leaves)
+        counted.append(GroupBytes(travelling.read, direct.read, travelling.link))
+    return counted
+
+
+def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> int:
+    """Returns the new boundary, given the progress of all processes: `ends.back`, or less.
+
+    It moves only if no process has anything to read, and no further than that the groups that are read directly double:
+    so little experience decides little.
+    """
+    if not all(one.idle and one.direct == len(groups) - ends.back for one in progress):
+        return ends.back
+    untouched = max(ends.front, *(one.begun for one in progress))
+    least = max(untouched, ends.back - max(1, len(groups) - ends.back))
+    if all(one.fabric for one in progress):
+        best = best_boundary(groups, ends, untouched, progress)
+        return best if best == ends.front else max(best, least)
+    if least < ends.back:  # nobody knows yet how long an exchange takes, and storage would be idle meanwhile
+        return least
+    rest = _seconds_direct(groups, ends, progress)
+    return ends.front if rest < max(one.waiting for one in progress) else ends.back
+
+
+def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:
+    """Returns the boundary with which the rest of the restore is expected to take least.
+
+    That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges.
+    """
+    storage = min(one.storage for one in progress)
+    fabric = min(one.fabric for one in progress)
+
+    def seconds(back: int) -> float:
+        shares = sum(group.share for group in groups[untouched:back])
+        direct = sum(group.direct for group in groups[back : ends.back])
+        links = sum(group.link for group in groups[ends.front : back])
+        return max((shares + direct) / storage, links / fabric)
+
+    best = min(range(ends.back, untouched - 1, -1), key=seconds)
+    return ends.front if _seconds_direct(groups, ends, progress) < seconds(best) else best
+
+
+def _seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
+    """Returns how long it takes to read all groups directly that are left."""
+    return sum(group.direct for group in groups[ends.front : ends.back]) / min(one.storage for one in progress)

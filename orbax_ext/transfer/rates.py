@@ -1,0 +1,77 @@
+"""How fast a process reads and receives, measured on what a restore does anyway."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterable, Sequence
+
+from orbax_ext.plan.boundary import GroupBytes
+
+
+class Stopwatch:
+    """Measures the time during which at least one `with` block is inside it."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds measured so far."""
+        return self._before + (time.monotonic() - self._since if self._inside else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._since = time.monotonic()
+        self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._before += time.monotonic() - self._since
+
+
+class LatestRate:
+    """A rate over the last few measurements, so that it follows when links change."""
+
+    def __init__(self) -> None:
+        self._seen: collections.deque[tuple[float, float]] = collections.deque([(0.0, 0.0)], maxlen=6)
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Adds a measurement: the amount so far, and the seconds that it has taken. One without news is ignored."""
+        if amount > self._seen[-1][0]:
+            self._seen.append((amount, seconds))
+
+    @property
+    def latest(self) -> float:
+        """The amount per second; 0 before the first measurement."""
+        (before, since), (amount, seconds) = self._seen[0], self._seen[-1]
+        return (amount - before) / max(seconds - since, 1e-6)
+
+
+class LinkRates:
+    """Bytes per second from storage and over the fabric. Bytes are those that the plan counts for a group."""
+
+    def __init__(self, groups: Sequence[GroupBytes]) -> None:
+        self.storage_busy = Stopwatch()
+        self.fabric_busy = Stopwatch()
+        self._groups = groups
+        self._storage = LatestRate()
+        self._fabric = LatestRate()
+
+    @property
+    def fabric(self) -> float:
+        return self._fabric.latest
+
+    def storage(self, shares: Iterable[int], direct: int) -> float:
+        """Returns the rate, given the groups whose share was read, and how many from the back were read directly."""
+        back = self._groups[len(self._groups) - direct :]
+        read = sum(self._groups[group].share for group in shares) + sum(group.direct for group in back)
+        self._storage.add(read, self.storage_busy.seconds)
+        return max(1.0, self._storage.latest)
+
+    def exchanged(self, count: int) -> None:
+        """Takes note that the first `count` groups have arrived."""
+        self._fabric.add(sum(group.link for group in self._groups[:count]), self.fabric_busy.seconds)

@@ -1,0 +1,185 @@
+"""Where `auto` divides a restore, tried on simulated processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orbax_ext.options import Options
+from orbax_ext.plan import Leaf, MeshInfo
+from orbax_ext.plan.boundary import Ends, GroupBytes, Progress, bytes_of_groups, next_boundary
+from orbax_ext.plan.memory import AHEAD
+from orbax_ext.plan.planner import make_plan
+
+pytestmark = pytest.mark.once
+
+MIB = 1 << 20
+IDLE = Progress(begun=3, direct=0, ready=True, idle=True, waiting=0.3, storage=1.0, fabric=1.0)
+GROUP = GroupBytes(share=25, direct=100, link=75)
+
+
+@dataclasses.dataclass
+class Process:
+    """A process that reads at some rate. Storage serves one read at a time, shares before groups from the back."""
+
+    storage: float  # bytes per second
+    compiled: float  # when its programs are
+    shares: list[float] = dataclasses.field(default_factory=list)  # when each was read
+    back: list[float] = dataclasses.field(default_factory=list)
+    free: float = 0.0  # when storage is free
+    busy: float = 0.0
+    read: int = 0
+
+    def _read(self, size: int, now: float) -> float:
+        seconds = size / self.storage
+        self.free = max(self.free, now) + seconds
+        self.busy += seconds
+        self.read += size
+        return self.free
+
+    def progress(self, ends: Ends, now: float, exchange_ends: float, fabric: float) -> Progress:
+        direct = sum(end <= now for end in self.back)
+        ready = now >= max(self.compiled, exchange_ends, self.shares[ends.front])
+        return Progress(len(self.shares), direct, ready, self.free <= now, now, self.read / self.busy, fabric)
+
+
+def restore(
+    groups: list[GroupBytes], storage: list[float], fabric: float, compiling: float = 0.3, connecting: float = 0.1
+) -> tuple[float, list[str], int]:
+    """Returns the seconds of a restore, how each group was restored, and the number of meetings."""
+    processes = [Process(rate, compiling) for rate in storage]
+    ends, exchange_ends, now, received, exchanging, rate, meetings = Ends(0, len(groups)), 0.0, 0.0, 0, 0.0, 0.0, 0
+    done = [""] * len(groups)
+    told: list[tuple[int, int]] = [(0, 0)] * len(processes)
+    while ends.front < ends.back:
+        arrivals = []
+        for at, process in enumerate(processes):
+            while len(process.shares) < min(ends.front + 1 + AHEAD["spread"], ends.back):
+                process.shares.append(process._read(groups[len(process.shares)].share, now))
+            ready = max(now, process.shares[ends.front], exchange_ends, process.compiled)
+            if (len(process.shares), len(process.back)) != told[at]:  # come also if all is read that may be read
+                ready = min(ready, max(now, process.free))
+            told[at] = (len(process.shares), len(process.back))
+            arrivals.append(ready)
+        now = max(arrivals)
+        meetings += 1
+        if exchange_ends <= now:
+            rate = received / exchanging if exchanging else 0.0
+        progress = [process.progress(ends, now, exchange_ends, rate) for process in processes]
+        boundary = next_boundary(groups, ends, progress)
+        assert ends.front <= boundary <= ends.back
+        for number in range(ends.back - 1, boundary - 1, -1):
+            assert done[number] == ""
+            done[number] = "direct"
+            for process in processes:
+                process.back.append(process._read(groups[number].direct, now))
+        ends = Ends(ends.front, boundary)
+        if ends.front < ends.back and all(one.ready for one in progress):
+            if not exchanging:
+                now += connecting
+            seconds = groups[ends.front].link / fabric
+            exchange_ends, exchanging, received = (
+                now + seconds,
+                exchanging + seconds,
+                received + groups[ends.front].link,
+            )
+            assert done[ends.front] == ""
+            done[ends.front] = "exchanged"
+            ends = Ends(ends.front + 1, ends.back)
+    return max(now, exchange_ends, *(process.free for process in processes)), done, meetings
+
+
+@pytest.mark.parametrize(
+    ("share", "direct", "link", "most"),
+    [
+        (0.25, 1.0, 0.01, 4.5),  # slow storage: spread takes 4.0 s, direct reads 16
+        (0.25, 1.0, 0.75, 10.0),  # alike: 12 and 16 s, and a mixture is best
+        (0.05, 0.2, 1.0, 3.9),  # storage five times as fast as the fabric: 16 and 3.2 s
+        (0.005, 0.02, 0.5, 0.6),  # page cache: direct reads take 0.32 s, which is when programs are compiled
+    ],
+    ids=["slow storage", "alike", "fast storage", "page cache"],
+)
+def test_a_restore_takes_about_as_long_as_the_best_mixture(
+    share: float, direct: float, link: float, most: float
+) -> None:
+    unit = 1000
+    groups = [GroupBytes(int(share * unit), int(direct * unit), int(link * unit))] * 16
+    seconds, done, _ = restore(groups, [float(unit)] * 4, float(unit))
+    assert set(done) <= {"direct", "exchanged"}
+    assert seconds <= most
+
+
+def test_slow_storage_is_spread_to_the_last_group() -> None:
+    groups = [GroupBytes(250, 1000, 10)] * 16
+    _, done, meetings = restore(groups, [1000.0] * 4, 1000.0)
+    assert done == ["exchanged"] * 16
+    assert meetings == 16  # none but those that are held before exchanges
+
+
+def test_nothing_is_exchanged_if_all_is_read_before_programs_are_compiled() -> None:
+    groups = [GroupBytes(25, 100, 75)] * 16
+    _, done, meetings = restore(groups, [1e6] * 4, 1e6, compiling=5.0)
+    assert done == ["direct"] * 16
+    assert meetings <= 6
+
+
+def test_one_slow_process_holds_the_boundary() -> None:
+    groups = [GroupBytes(250, 1000, 10)] * 16
+    _, done, _ = restore(groups, [1e6, 1e6, 1e6, 1000.0], 1000.0)
+    assert done == ["exchanged"] * 16
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(2, 6),
+    st.floats(1, 1e6),
+    st.floats(1, 1e6),
+    st.floats(0, 10),
+    st.integers(0, 1 << 30),
+)
+def test_every_group_is_restored_once_whatever_the_rates(
+    count: int, processes: int, storage: float, fabric: float, compiling: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    groups = [
+        GroupBytes(share := draw.randint(1, 1000), share * processes, draw.randint(0, 4000)) for _ in range(count)
+    ]
+    rates = [storage * draw.uniform(0.05, 1) for _ in range(processes)]
+    _, done, meetings = restore(groups, rates, fabric, compiling)
+    assert set(done) <= {"direct", "exchanged"}
+    boundary = done.index("direct") if "direct" in done else count
+    assert done == ["exchanged"] * boundary + ["direct"] * (count - boundary)
+    assert meetings <= 2 * count + 8
+
+
+def test_the_boundary_stays_while_a_process_has_something_to_read() -> None:
+    groups, ends = [GROUP] * 8, Ends(0, 8)
+    slow_fabric = dataclasses.replace(IDLE, fabric=0.01)
+    assert next_boundary(groups, ends, [slow_fabric] * 4) < 8
+    assert next_boundary(groups, ends, [slow_fabric] * 3 + [dataclasses.replace(slow_fabric, idle=False)]) == 8
+    assert next_boundary(groups, Ends(0, 7), [dataclasses.replace(slow_fabric, direct=1)] * 3 + [slow_fabric]) == 7
+
+
+def test_groups_of_which_somebody_has_read_a_share_are_not_moved_one_by_one() -> None:
+    ahead = [dataclasses.replace(IDLE, ready=False, begun=begun, waiting=0.0, fabric=0.0) for begun in (3, 5)]
+    assert next_boundary([GROUP] * 6, Ends(0, 6), ahead) == 5
+    assert next_boundary([GROUP] * 6, Ends(0, 5), [dataclasses.replace(one, direct=1) for one in ahead]) == 5
+
+
+def test_progress_survives_the_wire() -> None:
+    assert Progress.from_json(IDLE.to_json()) == IDLE
+
+
+def test_bytes_of_groups_are_those_of_the_busiest_process() -> None:
+    mesh = MeshInfo(("dp", "tp"), (4, 2), (0, 0, 1, 1, 2, 2, 3, 3))
+    leaves = [
+        Leaf(f"w{n}", (2048, 4096), "bfloat16", 2, (1024, 4096), 0, (("tp",), ()), chunk=(256, 4096), divisible=True)
+        for n in range(4)
+    ]
+    plan = make_plan(leaves, [mesh], Options(), processes=4, group_bytes=16 * MIB)
+    assert bytes_of_groups(plan, [mesh], 4) == [GroupBytes(8 * MIB, 32 * MIB, 24 * MIB)] * 2

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from orbax_ext.plan.boundary import GroupBytes
+from orbax_ext.transfer.rates import LatestRate, LinkRates, Stopwatch
+
+pytestmark = pytest.mark.once
+
+
+def test_a_rate_follows_the_latest_measurements() -> None:
+    rate = LatestRate()
+    assert rate.latest == 0.0
+    for second in range(1, 11):
+        rate.add(100 * second, second)
+    assert rate.latest == 100.0
+    for second in range(1, 7):
+        rate.add(1000 + second, 10 + second)
+        rate.add(1000 + second, 99)  # nothing new
+    assert rate.latest == 1.0
+
+
+def test_a_stopwatch_runs_while_anything_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])
+    watch = Stopwatch()
+    with watch:
+        now[0] = 1.0
+        with watch:
+            now[0] = 3.0
+        now[0] = 4.0
+        assert watch.seconds == 4.0
+    now[0] = 10.0
+    assert watch.seconds == 4.0
+    with watch:
+        now[0] = 11.0
+    assert watch.seconds == 5.0
+
+
+def test_rates_of_links_count_the_bytes_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])
+    rates = LinkRates([GroupBytes(share=10, direct=40, link=30)] * 4)
+    assert rates.fabric == 0.0
+    with rates.storage_busy, rates.fabric_busy:
+        now[0] = 2.0
+    assert rates.storage([0, 1], 1) == 30.0
+    rates.exchanged(2)
+    assert rates.fabric == 30.0
