@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
-from orbax_ext import options
+from orbax_ext import emergency, options
 from orbax_ext.handler import BroadcastArrayHandler
 from orbax_ext.placement import stacked_restore
 from orbax_ext.storage import s3
@@ -28,6 +28,7 @@ class _Registration:
     knobs: dict[str, Any]
     previous_handler: type_handlers.TypeHandler
     enabled_s3: bool  # s3:// paths did not work before
+    undo_emergency: Callable[[], None]
 
 
 _registrations: list[_Registration] = []  # those in force, the latest last
@@ -44,7 +45,9 @@ def register(**knobs: Any) -> BroadcastArrayHandler:
     previous = type_handlers.get_type_handler(jax.Array)
     handler = _replacement(previous, knobs)
     hook_v1_array_handlers(handler_for_v1)
-    _registrations.append(_Registration(knobs, previous, enabled_s3=not s3.s3_enabled()))
+    _registrations.append(
+        _Registration(knobs, previous, not s3.s3_enabled(), undo_emergency=emergency.serve(lambda: handler))
+    )
     if _registrations[-1].enabled_s3:
         s3.enable_s3()
     _set_array_handler(handler)
@@ -73,6 +76,8 @@ def _undo_registrations(depth: int) -> None:
     """Undoes all registrations after the first `depth`."""
     undone = _registrations[depth:]
     del _registrations[depth:]
+    for registration in reversed(undone):
+        registration.undo_emergency()
     if undone:
         _set_array_handler(undone[0].previous_handler)
     if any(registration.enabled_s3 for registration in undone):

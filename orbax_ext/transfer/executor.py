@@ -14,7 +14,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Group, Leaf
-from orbax_ext.request import Request
+from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import reading
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, is_local, make_carrier
@@ -105,7 +105,8 @@ class Executor:
                 received: dict[int, DeviceBlocks] = {}
                 for carrier in carriers:
                     received.update(carrier.received(outputs))
-                return {leaf: self._hand_over(leaf, blocks) for leaf, blocks in self._assembly.add(received).items()}
+                requests, whole = self._request.leaf_requests, self._assembly.add(received)
+                return {leaf: hand_over(requests[leaf], blocks) for leaf, blocks in whole.items()}
 
             return await self._in_thread(complete)
 
@@ -131,17 +132,17 @@ class Executor:
             self._exchanges[key] = exchange_among(self._replicas_of(*key).table)
         return self._exchanges[key]
 
-    def _hand_over(self, leaf: int, blocks: DeviceBlocks) -> jax.Array:
-        """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
-        request = self._request.leaf_requests[leaf]
-        kind = request.sharding.memory_kind
-        buffers = [
-            data
-            if kind is None or kind == device.default_memory().kind
-            else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
-            for device, data in blocks.items()
-        ]
-        return jax.make_array_from_single_device_arrays(request.leaf.shape, request.sharding, buffers)
+
+def hand_over(request: LeafRequest, blocks: DeviceBlocks) -> jax.Array:
+    """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
+    kind = request.sharding.memory_kind
+    buffers = [
+        data
+        if kind is None or kind == device.default_memory().kind
+        else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+        for device, data in blocks.items()
+    ]
+    return jax.make_array_from_single_device_arrays(request.leaf.shape, request.sharding, buffers)
 
 
 class _Assembly:

@@ -1,0 +1,259 @@
+"""Leaves that some processes have in a local checkpoint and others lack: who loads which block, and who sends it. Pure.
+
+A block is known by its column in a table of devices: all devices of a column need the same block. The table has one
+device of each process in a column; the process's other devices copy from that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from orbax_ext.plan.bundles import Pack
+from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.topology import MeshInfo, infer_axes
+
+_SMALL = 128 << 10  # bytes of a block below which leaves travel as one vector: an operand of its own costs more
+_ALIGN, _WORD = 8, 4  # bytes, as in a `Pack`
+
+ABSENT = -1  # in `loaded`: a device that has loaded no block
+
+Loaded = tuple[int, ...]  # for each device of a table, row by row: the column of the block that it has loaded
+Chunk = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredChunks:
+    """The chunks of one array that a directory holds."""
+
+    shape: tuple[int, ...]  # of the array
+    chunk: Chunk  # shape of a chunk
+    present: frozenset[tuple[int, ...]]  # places of chunks in the grid that they make
+
+
+class Columns:
+    """The devices that need the same blocks of the leaves with one spec, as a table with a column for each block."""
+
+    def __init__(self, mesh: MeshInfo, spec: tuple[tuple[str, ...], ...]) -> None:
+        self.axes = infer_axes(mesh, {axis for axes in spec for axis in axes})
+        self.table = leaders(mesh, self.axes)
+        self.owners = np.array(mesh.processes)[self.table].ravel()
+        self._of_process: dict[int, list[int]] = defaultdict(list)
+        for place, process in enumerate(self.owners.tolist()):
+            self._of_process[process].append(place)
+        position = dict(zip(mesh.axis_names, np.unravel_index(self.table[0], mesh.axis_sizes), strict=True))
+        places = [_mixed([(position[axis], mesh.sizes[axis]) for axis in axes], self.count) for axes in spec]
+        self.blocks = tuple(zip(*(place.tolist() for place in places), strict=True)) or ((),) * self.count
+        self.column_of = {block: column for column, block in enumerate(self.blocks)}
+
+    @property
+    def count(self) -> int:
+        """How many different blocks there are."""
+        return int(self.table.shape[1])
+
+    @property
+    def complete(self) -> Loaded:
+        """What the devices have loaded if each has the block that it needs."""
+        return tuple(range(self.count)) * len(self.table)
+
+    def of_process(self, process: int) -> list[int]:
+        """Returns the positions in the table, row by row, of a process's devices."""
+        return self._of_process[process]
+
+    def loads(self, process: int, leaf: Leaf, stored: StoredChunks) -> tuple[int, ...]:
+        """Returns for each of a process's devices the column of the block to load from what the process has stored.
+
+        A device loads the block that it needs. If that is not there, it loads another block, for other devices: after
+        a restart, a process may have another place in the mesh.
+        """
+        positions = self.of_process(process)
+        needed = [position % self.count for position in positions]
+        held = self._held(set(needed), leaf, stored)
+        others = iter(sorted(held - set(needed)))
+        return tuple(column if column in held else next(others, ABSENT) for column in needed)
+
+    def _held(self, needed: Collection[int], leaf: Leaf, stored: StoredChunks) -> set[int]:
+        if stored.shape != leaf.shape:
+            return set()
+        if stored.chunk == leaf.block:
+            return {self.column_of[chunk] for chunk in stored.present if chunk in self.column_of}
+        return {column for column in needed if covered(self.blocks[column], leaf.block, stored)}
+
+
+def leaders(mesh: MeshInfo, axes: Sequence[str]) -> np.ndarray:
+    """Returns a table of devices: a column for each block, and in it one device of each process that needs the block.
+
+    Columns of different lengths make no table; then all devices are in it.
+    """
+    devices = mesh.devices(axes)
+    owners = np.array(mesh.processes)[devices]
+    columns = [devices[np.sort(np.unique(column, return_index=True)[1]), at] for at, column in enumerate(owners.T)]
+    return np.stack(columns, axis=1) if len(set(map(len, columns))) == 1 else devices
+
+
+def covered(block: tuple[int, ...], size: tuple[int, ...], stored: StoredChunks) -> bool:
+    """Returns whether all chunks that a block of a leaf touches are there; `block` is its place in the grid."""
+    ranges = [
+        range(place * width // chunk, -(-(place + 1) * width // chunk))
+        for place, width, chunk in zip(block, size, stored.chunk, strict=True)
+    ]
+    return all(chunk in stored.present for chunk in itertools.product(*ranges))
+
+
+@dataclasses.dataclass(frozen=True)
+class Relay:
+    """Leaves that travel together, as one operand. Positions are those in a table of devices, row by row."""
+
+    leaves: tuple[int, ...]
+    words: int  # of the vector that holds small leaves; 0: one leaf that travels as it is
+    loaded: Loaded
+    moves: tuple[tuple[int, int], ...]  # from a position to a position
+    senders: tuple[int, ...]  # after the moves, these blocks are summed along the columns; empty: all have theirs
+
+    @property
+    def pack(self) -> Pack:
+        """How small leaves lie in their vector."""
+        return Pack((self.leaves,), self.words, summed=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayGroup:
+    """Relays that travel together, in one program."""
+
+    mesh: int
+    axes: tuple[str, ...]  # along which the leaves are replicated
+    relays: tuple[Relay, ...]
+    device_bytes: int
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(leaf for relay in self.relays for leaf in relay.leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPlan:
+    """What becomes of the leaves, given what all processes have loaded."""
+
+    complete: tuple[int, ...]  # every process has loaded what it needs
+    groups: tuple[RelayGroup, ...]
+    absent: tuple[int, ...]  # nobody has loaded some block of these
+
+
+def plan_relays(
+    leaves: Sequence[Leaf], tables: Mapping[int, Columns], loaded: Mapping[int, Loaded], group_bytes: int
+) -> LocalPlan:
+    """Decides how devices that lack blocks get them from those that have loaded them.
+
+    `tables` and `loaded` have the leaves that can travel. Senders are chosen so that the bytes that each process sends
+    are as equal as possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
+    """
+    complete, absent = [], [index for index in range(len(leaves)) if index not in tables]
+    alike: dict[tuple[int, tuple[str, ...], Loaded], list[int]] = defaultdict(list)
+    for index, columns in tables.items():
+        if loaded[index] == columns.complete:
+            complete.append(index)
+        elif set(range(columns.count)) - set(loaded[index]):
+            absent.append(index)
+        else:
+            alike[leaves[index].mesh or 0, columns.axes, loaded[index]].append(index)
+    groups: list[RelayGroup] = []
+    sent: dict[int, int] = defaultdict(int)  # bytes, by process
+    for (mesh, axes, pattern), indices in alike.items():
+        columns = tables[indices[0]]
+        for batch in _groups(leaves, indices, group_bytes):
+            relays = tuple(_relay(part, leaves, columns, pattern, sent) for part in batch)
+            size = sum(leaves[index].block_bytes for part in batch for index in part)
+            groups.append(RelayGroup(mesh, axes, relays, size))
+    return LocalPlan(tuple(complete), tuple(groups), tuple(sorted(absent)))
+
+
+def _groups(leaves: Sequence[Leaf], indices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yields groups of operands, each with the leaves in it: several small ones or one that is not."""
+    small = [index for index in indices if leaves[index].block_bytes < _SMALL]
+    large = [index for index in indices if leaves[index].block_bytes >= _SMALL]
+    group: list[tuple[int, ...]] = []
+    room = most
+    for part in [*_batches(small, leaves, max(1, most // 2)), *((index,) for index in large)]:
+        size = sum(leaves[index].block_bytes for index in part)
+        if group and size > room:
+            yield group
+            group, room = [], most
+        group.append(part)
+        room -= size
+    if group:
+        yield group
+
+
+def _batches(indices: Sequence[int], leaves: Sequence[Leaf], most: int) -> Iterator[tuple[int, ...]]:
+    batch: list[int] = []
+    room = most
+    for index in indices:
+        if batch and leaves[index].block_bytes > room:
+            yield tuple(batch)
+            batch, room = [], most
+        batch.append(index)
+        room -= leaves[index].block_bytes
+    if batch:
+        yield tuple(batch)
+
+
+def _relay(
+    part: tuple[int, ...], leaves: Sequence[Leaf], columns: Columns, loaded: Loaded, sent: dict[int, int]
+) -> Relay:
+    sizes = [leaves[index].block_bytes for index in part]
+    words = sum(-(-size // _ALIGN) * _ALIGN for size in sizes) // _WORD if sizes[0] < _SMALL else 0
+    moves, senders = schedule(loaded, columns, sum(sizes), sent)
+    return Relay(part, words, loaded, moves, senders)
+
+
+def schedule(
+    loaded: Loaded, columns: Columns, size: int, sent: dict[int, int]
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Returns moves from device to device, and the senders of a sum that follows, if one is needed.
+
+    Where enough devices have a block, each sends it to one that lacks it: one move takes as long as the block takes to
+    arrive. Otherwise the blocks are summed, which takes nearly twice as long, for any number of devices. Adds to
+    `sent` the bytes that processes send.
+    """
+    having: dict[int, list[int]] = defaultdict(list)
+    lacking: dict[int, list[int]] = defaultdict(list)
+    for position, column in enumerate(loaded):
+        if column != ABSENT:
+            having[column].append(position)
+        if column != position % columns.count:
+            lacking[position % columns.count].append(position)
+
+    def least_busy(positions: Sequence[int]) -> int:
+        chosen = min(positions, key=lambda position: (sent[int(columns.owners[position])], position))
+        sent[int(columns.owners[chosen])] += size
+        return chosen
+
+    moves: list[tuple[int, int]] = []
+    if all(len(lacking[column]) <= len(having[column]) for column in range(columns.count)):
+        for column, receivers in lacking.items():
+            for receiver in receivers:
+                sender = least_busy(having[column])
+                having[column].remove(sender)
+                moves.append((sender, receiver))
+        return tuple(moves), ()
+    senders = []
+    for column in range(columns.count):
+        in_place = [position for position in having[column] if position % columns.count == column]
+        if not in_place:  # only devices of other columns have it: one device of this column gets it first
+            receiver = lacking[column][0]
+            moves.append((least_busy(having[column]), receiver))
+            in_place = [receiver]
+        senders.append(least_busy(in_place))
+    return tuple(moves), tuple(senders)
+
+
+def _mixed(digits: Sequence[tuple[np.ndarray, int]], count: int) -> np.ndarray:
+    """Returns the number with these (digit, base) pairs, first most significant, for each of `count` columns."""
+    number = np.zeros(count, np.int64)
+    for digit, base in digits:
+        number = number * base + digit
+    return number
