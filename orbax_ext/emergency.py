@@ -19,7 +19,7 @@ from orbax_ext.handler import BroadcastArrayHandler, one_at_a_time
 from orbax_ext.meeting import arrival, holdings
 from orbax_ext.meeting.session import Limits, Session, gather, open_session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.plan.holders import Columns, LocalPlan, plan_relays
+from orbax_ext.plan.holders import Columns, Gaps, Loaded, LocalPlan, find_gaps, plan_relays
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
@@ -62,15 +62,7 @@ async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep)
         arrays, persistent = await _restore_from_hosts(handler, step)
     absent = [index for index in range(len(step.names)) if index not in arrays]
     if absent:
-        async with arrival.failing_together(handler.options):
-            directory = _must_exist(persistent, step)
-        logging.info(
-            "orbax_ext: %s of step %d are on no host and are read from %s",
-            text.count(len(absent), "leaf"),
-            step.step,
-            directory,
-        )
-        infos = upstream.param_infos(directory, [step.names[index] for index in absent])
+        infos = upstream.param_infos(persistent, [step.names[index] for index in absent])
         restored = await handler.deserialize(infos, [step.args[index] for index in absent])
         arrays |= dict(zip(absent, restored, strict=True))
     return [arrays[index] for index in range(len(step.names))]
@@ -78,37 +70,46 @@ async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep)
 
 async def _restore_from_hosts(
     handler: BroadcastArrayHandler, step: upstream.EmergencyStep
-) -> tuple[dict[int, jax.Array], epath.Path | None]:
-    """Returns the leaves that the hosts have together, and the directory of the step in persistent storage."""
+) -> tuple[dict[int, jax.Array], epath.Path]:
+    """Returns all leaves but those of which no host has anything, and where to read these."""
     options = handler.options
     with collect.recorded() as recorder, progress.shown(options.progress, recorder):
         async with arrival.failing_together(options):
             with recorder.span("describe"):
                 local, persistent = await in_thread(step.find_local), await in_thread(step.find_persistent)
-                request = given_request(upstream.param_infos(persistent or _NOWHERE, step.names), step.args)
+                stored = upstream.param_infos(persistent or _NOWHERE, step.names)
+                request = given_request(stored, step.args)
                 limit = memory_limit(options, request)
             with recorder.span("plan"):
                 tables = _tables(request)
         with open_session("restore", _limits(handler), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
+            # Every process loads what it has, and all tell each other what that is.
             blocks = LocalBlocks(handler, request, tables)
             loading = recorder.timed("read", blocks.read(local, upstream.param_infos(local or _NOWHERE, step.names)))
-            _, told = await session.together_telling(
-                "read the local step", loading, lambda: {"loaded": holdings.pack(blocks.loaded), "step": step.step}
-            )
-            arrival.check_agreement(
-                {process: {"step": str(message["step"])} for process, message in told.items()}, session.hosts
-            )
+
+            def tell() -> dict[str, Any]:
+                return {"loaded": holdings.pack(blocks.loaded), "step": step.step, "stored": persistent is not None}
+
+            _, told = await session.together_telling("read the local step", loading, tell)
+            _check_same_step(told, session)
+            loaded = _loaded_by_all(tables, told)
+            gaps = find_gaps(request.leaves, tables, loaded)
+            if gaps.leaves or gaps.blocks:
+                # What nobody has is read from storage, each block once.
+                _check_stored(step, told)
+                _log_gaps(step, request, gaps, persistent)
+                reading = recorder.timed("read", blocks.read_gaps(gaps.blocks, stored))
+                await session.together("read what no host has", reading)
             with recorder.span("plan"):
-                loaded = _loaded_by_all(tables, told)
-                plan = plan_relays(request.leaves, tables, loaded, group_bytes(agreed))
+                plan = plan_relays(request.leaves, tables, _filled(loaded, gaps), group_bytes(agreed))
             arrays = await _exchange(session, request, tables, plan, blocks, recorder, options.stall_timeout)
-            if options.verify and len(arrays) == len(step.names):
+            if options.verify and not gaps.leaves:
                 with recorder.span("verify"):
                     await verify(session, request, [arrays[index] for index in range(len(arrays))])
             await collect.collect(session, recorder)
-    return arrays, persistent
+    return arrays, persistent or _NOWHERE
 
 
 async def _exchange(
@@ -162,13 +163,39 @@ def _loaded_by_all(tables: Mapping[int, Columns], told: Mapping[int, Mapping[str
     return loaded
 
 
-def _must_exist(persistent: epath.Path | None, step: upstream.EmergencyStep) -> epath.Path:
-    if persistent is None:
+def _filled(loaded: Mapping[int, Loaded], gaps: Gaps) -> dict[int, Loaded]:
+    """Returns what all devices have loaded once the gaps are filled, without the leaves of which nobody has any."""
+    return {
+        index: tuple(gaps.blocks.get(index, {}).get(at, column) for at, column in enumerate(columns))
+        for index, columns in loaded.items()
+        if index not in gaps.leaves
+    }
+
+
+def _check_same_step(told: Mapping[int, Mapping[str, Any]], session: Session) -> None:
+    steps = {process: {"step": str(message["step"])} for process, message in told.items()}
+    arrival.check_agreement(steps, session.hosts)
+
+
+def _check_stored(step: upstream.EmergencyStep, told: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises the error that Orbax raises, on all processes, unless storage has the step."""
+    without = [process for process, message in told.items() if not message["stored"]]
+    if without:
         raise FileNotFoundError(
             f"No steps found in either local or persistent storage when requesting restoration of step {step.step}: "
-            "the hosts do not have all of it, and it is not in the persistent directory."
+            f"the hosts do not have all of it, and {text.processes(without, {})} can't find it in persistent storage."
         )
-    return persistent
+
+
+def _log_gaps(step: upstream.EmergencyStep, request: Request, gaps: Gaps, persistent: epath.Path | None) -> None:
+    names = [request.leaves[index].name for index in sorted({*gaps.leaves, *gaps.blocks})]
+    logging.info(
+        "orbax_ext: no host has all of %s of step %d; the rest is read from %s: %s",
+        text.count(len(names), "leaf"),
+        step.step,
+        persistent,
+        text.listing(names),
+    )
 
 
 def _limits(handler: BroadcastArrayHandler) -> Limits:

@@ -105,6 +105,36 @@ def covered(block: tuple[int, ...], size: tuple[int, ...], stored: StoredChunks)
 
 
 @dataclasses.dataclass(frozen=True)
+class Gaps:
+    """What no process has loaded."""
+
+    leaves: frozenset[int]  # of which nobody has loaded any block, or that can't travel
+    blocks: Mapping[
+        int, Mapping[int, int]
+    ]  # of other leaves: for each, the positions that read a block, and its column
+
+
+def find_gaps(leaves: Sequence[Leaf], tables: Mapping[int, Columns], loaded: Mapping[int, Loaded]) -> Gaps:
+    """Returns what has to come from storage, and who reads the blocks, so that all processes read as much."""
+    nobody = {index for index in range(len(leaves)) if index not in tables or set(loaded[index]) == {ABSENT}}
+    blocks: dict[int, dict[int, int]] = {}
+    read: dict[int, int] = defaultdict(int)  # bytes, by process
+    for index, columns in tables.items():
+        if index in nobody:
+            continue
+        for column in sorted(set(range(columns.count)) - set(loaded[index])):
+            free = [at for at in range(column, len(loaded[index]), columns.count) if loaded[index][at] == ABSENT]
+            if not free:  # all devices of the column have loaded blocks for others
+                nobody.add(index)
+                blocks.pop(index, None)
+                break
+            reader = min(free, key=lambda at: (read[int(columns.owners[at])], at))
+            read[int(columns.owners[reader])] += leaves[index].block_bytes
+            blocks.setdefault(index, {})[reader] = column
+    return Gaps(frozenset(nobody), blocks)
+
+
+@dataclasses.dataclass(frozen=True)
 class Relay:
     """Leaves that travel together, as one operand. Positions are those in a table of devices, row by row."""
 
@@ -136,11 +166,10 @@ class RelayGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LocalPlan:
-    """What becomes of the leaves, given what all processes have loaded."""
+    """What becomes of leaves of which every block is loaded somewhere."""
 
     complete: tuple[int, ...]  # every process has loaded what it needs
     groups: tuple[RelayGroup, ...]
-    absent: tuple[int, ...]  # nobody has loaded some block of these
 
 
 def plan_relays(
@@ -148,18 +177,14 @@ def plan_relays(
 ) -> LocalPlan:
     """Decides how devices that lack blocks get them from those that have loaded them.
 
-    `tables` and `loaded` have the leaves that can travel. Senders are chosen so that the bytes that each process sends
-    are as equal as possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
+    `loaded` has the leaves that travel. Senders are chosen so that the bytes that each process sends are as equal as
+    possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
     """
-    complete, absent = [], [index for index in range(len(leaves)) if index not in tables]
+    complete = [index for index in loaded if loaded[index] == tables[index].complete]
     alike: dict[tuple[int, tuple[str, ...], Loaded], list[int]] = defaultdict(list)
-    for index, columns in tables.items():
-        if loaded[index] == columns.complete:
-            complete.append(index)
-        elif set(range(columns.count)) - set(loaded[index]):
-            absent.append(index)
-        else:
-            alike[leaves[index].mesh or 0, columns.axes, loaded[index]].append(index)
+    for index in loaded:
+        if loaded[index] != tables[index].complete:
+            alike[leaves[index].mesh or 0, tables[index].axes, loaded[index]].append(index)
     groups: list[RelayGroup] = []
     sent: dict[int, int] = defaultdict(int)  # bytes, by process
     for (mesh, axes, pattern), indices in alike.items():
@@ -168,7 +193,7 @@ def plan_relays(
             relays = tuple(_relay(part, leaves, columns, pattern, sent) for part in batch)
             size = sum(leaves[index].block_bytes for part in batch for index in part)
             groups.append(RelayGroup(mesh, axes, relays, size))
-    return LocalPlan(tuple(complete), tuple(groups), tuple(sorted(absent)))
+    return LocalPlan(tuple(complete), tuple(groups))
 
 
 def _groups(leaves: Sequence[Leaf], indices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,9 +52,7 @@ class LocalBlocks:
             self._note(f"the local step {directory} can't be read", error)
             to_load = {}
         records = await in_thread(_digests, directory) if to_load else {}
-        for start in range(0, len(to_load), _AT_A_TIME):
-            some = list(to_load.items())[start : start + _AT_A_TIME]
-            await asyncio.gather(*(self._try(index, columns, infos[index], records) for index, columns in some))
+        await _in_batches([self._try(index, columns, infos[index], records) for index, columns in to_load.items()])
         if self.damaged:
             logging.warning(
                 "orbax_ext: %s of the local step %s can't be read; other hosts or storage have to provide them: %s",
@@ -62,6 +60,21 @@ class LocalBlocks:
                 directory,
                 text.listing(self.damaged),
             )
+
+    async def read_gaps(self, gaps: Mapping[int, Mapping[int, int]], infos: Sequence[Any]) -> None:
+        """Reads from storage the blocks that fall to this process, of leaves that the hosts have only in part."""
+        here = jax.process_index()
+        mine = {
+            index: {at: readers[at] for at in self._tables[index].of_process(here) if at in readers}
+            for index, readers in gaps.items()
+        }
+        await _in_batches([self._read_gap(index, readers, infos[index]) for index, readers in mine.items() if readers])
+
+    async def _read_gap(self, index: int, readers: Mapping[int, int], info: Any) -> None:
+        request = dataclasses.replace(self._requests[index], info=info)
+        places, devices = self._tables[index].table.ravel(), request.sharding.mesh.devices.ravel()
+        chosen = [(devices[places[at]], column) for at, column in readers.items()]
+        self.blocks[index] = {**self.blocks.get(index, {}), **await self._load_blocks(index, request, chosen)}
 
     def _to_load(self, directory: epath.Path) -> dict[int, tuple[int, ...]]:
         """Returns for each leaf the columns of the blocks to load, one for each of this process's devices."""
@@ -96,10 +109,14 @@ class LocalBlocks:
             return {shard.device: shard.data for shard in array.addressable_shards}
         devices = request.sharding.mesh.devices.ravel()[table.table.ravel()[positions]]
         chosen = [(device, column) for device, column in zip(devices, columns, strict=True) if column != ABSENT]
-        arrays = await asyncio.gather(
-            *(self._load_block(request, table.blocks[column], device) for device, column in chosen)
-        )
-        return {device: array for (device, _), array in zip(chosen, arrays, strict=True)}
+        return await self._load_blocks(index, request, chosen)
+
+    async def _load_blocks(
+        self, index: int, request: LeafRequest, chosen: Sequence[tuple[jax.Device, int]]
+    ) -> DeviceBlocks:
+        places = self._tables[index].blocks
+        loading = [self._load_block(request, places[column], device) for device, column in chosen]
+        return dict(zip((device for device, _ in chosen), await asyncio.gather(*loading), strict=True))
 
     async def _load_block(self, request: LeafRequest, place: Sequence[int], device: jax.Device) -> jax.Array:
         leaf = request.leaf
@@ -120,6 +137,11 @@ class LocalBlocks:
 
     def _note(self, what: str, error: BaseException) -> None:
         self.damaged.append(f"{what} ({redact(str(error))[:_LONGEST]})")
+
+
+async def _in_batches(work: Sequence[Awaitable[None]]) -> None:
+    for start in range(0, len(work), _AT_A_TIME):
+        await asyncio.gather(*work[start : start + _AT_A_TIME])
 
 
 def _digests(directory: epath.Path) -> Mapping[str, Any]:

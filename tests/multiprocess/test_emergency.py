@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -15,30 +16,34 @@ from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPL
 
 
 @pytest.fixture(scope="module")
-def saved(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Step 1 in both tiers, for a mesh with replicas of one host and one with replicas of two."""
-    roots = {}
-    for name, mesh in {"one host": ONE_HOST, "two hosts": TWO_HOSTS}.items():
-        roots[name] = str(tmp_path_factory.mktemp("emergency"))
-        small_cluster.run(emergency.save, roots[name], STATE, mesh)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Step 1 in both tiers, of a mesh with replicas of one host and of a mesh with replicas of two."""
+    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts")}
+    _save(roots["one host"], ONE_HOST)
+    _save(roots["two hosts"], TWO_HOSTS)
+    # The same step once more, so that the hosts of the primary replica have it, too.
+    _save(roots["two hosts"], SWAPPED_REPLICAS, persistent="other")
     return roots
+
+
+def _save(root: str, mesh: states.MeshSpec, **knobs: Any) -> None:
+    # Stock Orbax's barriers for saving can't be used by two different sets of processes in one job.
+    with lab.Cluster(processes=4, devices=2) as running:
+        running.run(emergency.save, root, STATE, mesh, **knobs)
 
 
 @pytest.fixture
 def root(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
-    """A copy of the saved steps of replicas of one host."""
-    return _copy(saved["one host"], tmp_path)
+    """Steps of replicas of one host. Hosts 1 to 3 have it; host 0, as primary replica, has saved to storage."""
+    shutil.copytree(saved["one host"], tmp_path / "root")
+    return str(tmp_path / "root")
 
 
 @pytest.fixture
 def wide_root(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
-    """A copy of the saved steps of replicas of two hosts."""
-    return _copy(saved["two hosts"], tmp_path)
-
-
-def _copy(saved: str, target: pathlib.Path) -> str:
-    shutil.copytree(saved, target / "root")
-    return str(target / "root")
+    """Steps of replicas of two hosts; all four hosts have it."""
+    shutil.copytree(saved["two hosts"], tmp_path / "root")
+    return str(tmp_path / "root")
 
 
 def lose(root: str, *places: Any) -> None:
@@ -80,3 +85,117 @@ def test_ours_is_exact_after_the_loss_of(
 ) -> None:
     lose(root, *lost, *(["persistent"] if len(lost) < 3 else []))  # storage is needed only if no host has the step
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context))
+
+
+@pytest.mark.parametrize("context", ["none", "set_mesh"])
+def test_a_manager_made_before_register_is_served(small_cluster: lab.Cluster, root: str, context: str) -> None:
+    lose(root, 2, "persistent")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context, manager_first=True))
+
+
+def test_two_restores_in_a_row_are_exact(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 3)
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, times=2))
+
+
+def test_memory_kinds_and_explicit_axes_are_kept(small_cluster: lab.Cluster, root: str) -> None:
+    mesh = dataclasses.replace(ONE_HOST, types=("auto", "explicit"))
+    wanted = {name: dataclasses.replace(spec, memory_kind="pinned_host") for name, spec in STATE.items()}
+    assert_exact(small_cluster.run(emergency.restore, root, wanted, mesh, context="set_mesh"))
+
+
+@pytest.mark.parametrize("lost", [(0, 1, 2), (1, 2), (2,)])
+def test_hosts_that_complement_each_other_need_no_storage(
+    small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...]
+) -> None:
+    lose(wide_root, *lost)
+    if len(lost) < 3:  # otherwise two hosts of four, which hold half of each leaf
+        lose(wide_root, "persistent")
+    results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
+    assert_exact(results)
+    assert any("no host has all of" in line for line in results[0].lines) == (len(lost) == 3)
+
+
+def test_stock_reads_storage_although_the_hosts_have_the_step(small_cluster: lab.Cluster, wide_root: str) -> None:
+    lose(wide_root, 1, 2)
+    for result in small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS, implementation="stock"):
+        assert "restoring step=1 from persistent checkpoint" in "".join(result.lines)
+
+
+@pytest.mark.parametrize("lost", [(), (0, 1), (0, 1, 3)])
+def test_hosts_that_changed_places_send_what_they_have(
+    small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...]
+) -> None:
+    lose(wide_root, *lost)
+    assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
+
+
+def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    for host in (1, 2):  # killed while saving: the directory has its temporary name, or no commit file
+        step = pathlib.Path(root, f"host{host}", "1")
+        (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
+        if host == 1:
+            step.rename(step.with_name("1.orbax-checkpoint-tmp"))
+    lose(root, "persistent")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+@pytest.mark.parametrize("damage", [file_damage.truncate, file_damage.corrupt, file_damage.remove])
+def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, damage: Any) -> None:
+    damage(f"{root}/host1/1")
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    assert ["can't be read; other hosts or storage" in "".join(result.lines) for result in results] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluster, root: str) -> None:
+    for host in (1, 2, 3):
+        file_damage.truncate(f"{root}/host{host}/1")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def test_without_hosts_and_storage_all_processes_raise_the_same(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 1, 2, 3, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert len({result.error for result in results}) == 1
+    assert results[0].error.startswith("FileNotFoundError: No steps found in either local or persistent storage")
+
+
+def test_a_read_error_on_one_host_is_no_failure(small_cluster: lab.Cluster, root: str) -> None:
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(2, "read error"))
+    assert_exact(results)
+    assert "the disk is gone" in "".join(results[2].lines)
+
+
+def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    lose(root, 1, 2, 3)
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST)
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 0" in error
+        assert "the disk is gone" in error
+    assert_exact([after for _, after in results])
+
+
+def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(1, "late")))
+
+
+def test_a_killed_reader_is_named_by_all_others(root: str) -> None:
+    with lab.Cluster(processes=4, devices=2) as running:
+        knobs = {"stall_timeout": 5.0}
+        outcomes = running.submit(emergency.restore, root, STATE, ONE_HOST, fault=(2, "killed"), knobs=knobs).outcomes(
+            90
+        )
+    assert [outcome.state for outcome in outcomes] == ["returned", "returned", "died", "returned"]
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert "process 2" in outcome.value.error

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from orbax.checkpoint.experimental.emergency import checkpoint_manager as emerge
 
 import orbax_ext
 from orbax_ext.report.report import publish
-from tests.support import states
+from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
 ONE_HOST = MeshSpec((4, 2), ("dp", "tp"))  # 4 processes x 2 devices: a replica is one process
@@ -77,33 +78,49 @@ def restore(
     implementation: str = "ours",
     context: str = "none",
     knobs: Mapping[str, Any] | None = None,
+    fault: tuple[int, str] = (0, "none"),
     times: int = 1,
     manager_first: bool = False,
 ) -> Restored:
     """Restores a step through a manager that is made in the caller's mesh scope; returns what differs.
 
-    `manager_first` makes the manager before orbax_ext is registered.
+    `fault` is a process and one of `FAULTS`; `manager_first` makes the manager before orbax_ext is registered.
     """
     made = mesh.make()
     publish(None)
+    registered = orbax_ext.registered(**{"progress": False, "stall_timeout": 20.0, **(knobs or {})})
     with contextlib.ExitStack() as stack, states.logged() as lines:
-        scope = stack.enter_context(states.in_context(context, made)) if not manager_first else None
-        del scope
-        register = orbax_ext.registered(**{"progress": False, **(knobs or {})})
         try:
-            if not manager_first and implementation == "ours":
-                stack.enter_context(register)
+            if not manager_first:
+                stack.enter_context(states.in_context(context, made))
+                stack.enter_context(registered if implementation == "ours" else contextlib.nullcontext())
             running = stack.enter_context(manager(root, specs, made))
             if manager_first:
-                stack.enter_context(register)
                 stack.enter_context(states.in_context(context, made))
-            for _ in range(times):
-                restored = running.restore(step).state
-                jax.block_until_ready(restored)
+                stack.enter_context(registered)
+            rank, kind = fault
+            for number in range(times):
+                with fault_injection.on(rank, FAULTS[kind] if number == 0 else contextlib.nullcontext):
+                    restored = running.restore(step).state
+                    jax.block_until_ready(restored)
         except Exception as error:
             return Restored([], f"{type(error).__name__}: {error}", tuple(lines))
     report = orbax_ext.last_report()
     return Restored(states.differences(restored, specs, made), "", tuple(lines), report.strategy if report else {})
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "none": contextlib.nullcontext,
+    "read error": fault_injection.read_error,
+    "late": fault_injection.slow_reads,
+    "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
+}
+
+
+def restore_after_failure(root: str, specs: Mapping[str, Spec], mesh: MeshSpec) -> tuple[str, Restored]:
+    """Returns the error of a restore in which process 0 can't read from storage, and the restore after it."""
+    failed = restore(root, specs, mesh, fault=(0, "read error"))
+    return failed.error, restore(root, specs, mesh)
 
 
 @contextlib.contextmanager
