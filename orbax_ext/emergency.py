@@ -21,6 +21,8 @@ from orbax_ext.meeting.session import Limits, Session, gather, open_session
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.holders import Columns, Gaps, Loaded, LocalPlan, find_gaps, plan_relays
 from orbax_ext.plan.memory import group_bytes
+from orbax_ext.plan.planner import RestorePlan
+from orbax_ext.plan.volumes import relay_traffic
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request, given_request
@@ -82,6 +84,7 @@ async def _restore_from_hosts(
                 limit = memory_limit(options, request)
             with recorder.span("plan"):
                 tables = _tables(request)
+                recorder.planned(len(request.leaves), request.mesh_infos, _own_reads(request))
         with open_session("restore", _limits(handler), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
@@ -104,6 +107,7 @@ async def _restore_from_hosts(
                 await session.together("read what no host has", reading)
             with recorder.span("plan"):
                 plan = plan_relays(request.leaves, tables, _filled(loaded, gaps), group_bytes(agreed))
+                _record(recorder, request, tables, plan, gaps)
             arrays = await _exchange(session, request, tables, plan, blocks, recorder, options.stall_timeout)
             if options.verify and not gaps.leaves:
                 with recorder.span("verify"):
@@ -170,6 +174,23 @@ def _filled(loaded: Mapping[int, Loaded], gaps: Gaps) -> dict[int, Loaded]:
         for index, columns in loaded.items()
         if index not in gaps.leaves
     }
+
+
+def _own_reads(request: Request) -> RestorePlan:
+    """Returns the first part of the work as a plan: every process reads for itself what it has."""
+    return RestorePlan("local", tuple(request.leaves), (), dict.fromkeys(range(len(request.leaves)), "it is local"))
+
+
+def _record(recorder: Recorder, request: Request, tables: Mapping[int, Columns], plan: LocalPlan, gaps: Gaps) -> None:
+    """Notes for the report how each leaf is restored, and what this process sends and receives."""
+    names = [leaf.name for leaf in request.leaves]
+    strategy = {names[index]: "local: every host has it" for index in plan.complete}
+    for index in (index for group in plan.groups for index in group.leaves):
+        gap = " and storage" if index in gaps.blocks else ""
+        strategy[names[index]] = f"local: from the hosts that have it{gap}"
+    strategy |= {names[index]: "storage: no host has it" for index in sorted(gaps.leaves)}
+    traffic = relay_traffic(plan.groups, tables, request.leaves, jax.process_index())
+    recorder.planned(len(names), request.mesh_infos, _own_reads(request), strategy, traffic)
 
 
 def _check_same_step(told: Mapping[int, Mapping[str, Any]], session: Session) -> None:

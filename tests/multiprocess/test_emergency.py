@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from orbax_ext import lab
+from orbax_ext.storage.checkpoint import digest_files
 from tests.support import emergency, file_damage, states
 from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, Restored
+
+EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,11 @@ def test_ours_is_exact_after_the_loss_of(
     small_cluster: lab.Cluster, root: str, lost: tuple[int, ...], context: str
 ) -> None:
     lose(root, *lost, *(["persistent"] if len(lost) < 3 else []))  # storage is needed only if no host has the step
-    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context))
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context)
+    assert_exact(results)
+    if len(lost) < 3:
+        assert set(results[0].strategy) == set(STATE)
+        assert set(results[0].strategy.values()) == {"local: from the hosts that have it"}
 
 
 @pytest.mark.parametrize("context", ["none", "set_mesh"])
@@ -154,6 +164,20 @@ def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, dama
     ]
 
 
+def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Cluster, root: str) -> None:
+    state = f"{root}/host1/1/state"
+    records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
+    assert set(records) == set(STATE)
+    records["weights"]["digest"] = "0" * 16
+    digest_files.write(state, records)
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    (line,) = [line for line in results[1].lines if "can't be read; other hosts or storage" in line]
+    assert "1 leaf" in line
+    assert "weights (its digest is " in line
+
+
 def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluster, root: str) -> None:
     for host in (1, 2, 3):
         file_damage.truncate(f"{root}/host{host}/1")
@@ -199,3 +223,43 @@ def test_a_killed_reader_is_named_by_all_others(root: str) -> None:
     for outcome in outcomes:
         if outcome.rank != 2:
             assert "process 2" in outcome.value.error
+
+
+@hypothesis.settings(
+    max_examples=EXAMPLES or 12,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    lost=st.sets(st.sampled_from([0, 1, 2, 3])),
+    damaged=st.sets(st.sampled_from([0, 1, 2, 3]), max_size=2),
+    stored=st.booleans(),
+    mesh=st.sampled_from([TWO_HOSTS, SWAPPED_HOSTS, SWAPPED_REPLICAS]),
+    context=st.sampled_from(["none", "set_mesh"]),
+)
+def test_any_loss_of_hosts_is_made_up_for_or_named(
+    small_cluster: lab.Cluster,
+    saved: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    lost: set[int],
+    damaged: set[int],
+    stored: bool,
+    mesh: states.MeshSpec,
+    context: str,
+) -> None:
+    root = str(tmp_path_factory.mktemp("loss") / "root")
+    shutil.copytree(saved["two hosts"], root)
+    lose(root, *lost, *([] if stored else ["persistent"]))
+    for host in damaged:
+        file_damage.truncate(f"{root}/host{host}")
+    # Hosts 0 and 2 hold the same half of each leaf, hosts 1 and 3 the other.
+    left = {host % 2 for host in range(4) if host not in lost | damaged}
+    results = small_cluster.run(emergency.restore, root, STATE, mesh, context=context)
+    if stored or left == {0, 1}:
+        assert_exact(results)
+    else:
+        assert {result.error.partition(":")[0] for result in results} == {"FileNotFoundError"}
