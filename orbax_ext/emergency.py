@@ -7,6 +7,7 @@ the persistent checkpoint of the same step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,16 +20,16 @@ from orbax_ext.handler import BroadcastArrayHandler, one_at_a_time
 from orbax_ext.meeting import arrival, holdings
 from orbax_ext.meeting.session import Limits, Session, gather, open_session
 from orbax_ext.meeting.threads import in_thread
-from orbax_ext.plan.holders import Columns, Gaps, Loaded, LocalPlan, find_gaps, plan_relays
+from orbax_ext.plan.holders import ABSENT, Columns, Gaps, Loaded, LocalPlan, fill, find_gaps, plan_relays
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.plan.planner import RestorePlan
-from orbax_ext.plan.volumes import relay_traffic
+from orbax_ext.plan.volumes import Traffic, relay_traffic
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request, given_request
 from orbax_ext.transfer.local_blocks import LocalBlocks
+from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.memory import memory_limit
-from orbax_ext.transfer.relays import RelayExecutor
 from orbax_ext.transfer.verify import verify
 from orbax_ext.upstream import emergency as upstream
 from orbax_ext.upstream.hooks import install
@@ -84,60 +85,119 @@ async def _restore_from_hosts(
                 limit = memory_limit(options, request)
             with recorder.span("plan"):
                 tables = _tables(request)
-                recorder.planned(len(request.leaves), request.mesh_infos, _own_reads(request))
         with open_session("restore", _limits(handler), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
-            # Every process loads what it has, and all tell each other what that is.
-            blocks = LocalBlocks(handler, request, tables)
-            loading = recorder.timed("read", blocks.read(local, upstream.param_infos(local or _NOWHERE, step.names)))
-
-            def tell() -> dict[str, Any]:
-                return {"loaded": holdings.pack(blocks.loaded), "step": step.step, "stored": persistent is not None}
-
-            _, told = await session.together_telling("read the local step", loading, tell)
+            blocks = LocalBlocks(handler, request, tables, stored)
+            looking = blocks.look(local, upstream.param_infos(local or _NOWHERE, step.names))
+            described = {"step": step.step, "stored": persistent is not None}
+            _, told = await session.together_telling("look at the local step", looking, lambda: described)
             _check_same_step(told, session)
-            loaded = _loaded_by_all(tables, told)
-            gaps = find_gaps(request.leaves, tables, loaded)
-            if gaps.leaves or gaps.blocks:
-                # What nobody has is read from storage, each block once.
-                _check_stored(step, told)
-                _log_gaps(step, request, gaps, persistent)
-                reading = recorder.timed("read", blocks.read_gaps(gaps.blocks, stored))
-                await session.together("read what no host has", reading)
-            with recorder.span("plan"):
-                plan = plan_relays(request.leaves, tables, _filled(loaded, gaps), group_bytes(agreed))
-                _record(recorder, request, tables, plan, gaps)
-            arrays = await _exchange(session, request, tables, plan, blocks, recorder, options.stall_timeout)
-            if options.verify and not gaps.leaves:
+            restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
+            arrays = await restore.all_leaves(step, told, persistent, group_bytes(agreed))
+            blocks.log_damaged(local)
+            if options.verify and len(arrays) == len(step.names):
                 with recorder.span("verify"):
                     await verify(session, request, [arrays[index] for index in range(len(arrays))])
             await collect.collect(session, recorder)
     return arrays, persistent or _NOWHERE
 
 
-async def _exchange(
-    session: Session,
-    request: Request,
-    tables: Mapping[int, Columns],
-    plan: LocalPlan,
-    blocks: LocalBlocks,
-    recorder: Recorder,
-    limit: float,
-) -> dict[int, jax.Array]:
-    """Sends blocks to the devices that lack them; returns the leaves that are complete then."""
-    executor = RelayExecutor(request, tables, limit)
-    arrays: dict[int, jax.Array] = {}
-    if plan.groups:
-        await session.together("compile", recorder.timed("compile", executor.compile(plan.groups)))
-        await session.together("connect", recorder.timed("connect", executor.connect(plan.groups)))
-        await session.barrier("single_replica_pre_broadcast")
-    for number, group in enumerate(plan.groups):
-        exchange = recorder.timed("exchange", executor.exchange(group, blocks.blocks), group=number)
-        arrays |= await session.together(f"exchange group {number + 1} of {len(plan.groups)}", exchange)
-    for index in plan.complete:
-        arrays[index] = executor.hand_over(index, blocks.blocks.pop(index))
-    return arrays
+@dataclasses.dataclass
+class _HostRestore:
+    """A restore from what the hosts have, during one session."""
+
+    session: Session
+    request: Request
+    tables: Mapping[int, Columns]
+    blocks: LocalBlocks
+    recorder: Recorder
+    limit: float  # seconds for a program
+    strategy: dict[str, str] = dataclasses.field(default_factory=dict)  # for the report
+    traffic: list[Traffic] = dataclasses.field(default_factory=list)  # for the report
+
+    async def all_leaves(
+        self,
+        step: upstream.EmergencyStep,
+        told: Mapping[int, Mapping[str, Any]],
+        persistent: epath.Path | None,
+        group_bytes: int,
+    ) -> dict[int, jax.Array]:
+        """Returns all leaves but those of which no host has anything.
+
+        Leaves that turn out to be damaged on a host, and those that travel with them, are restored in another round,
+        from what the hosts have loaded by then.
+        """
+        leaves = self.request.leaves
+        arrays: dict[int, jax.Array] = {}
+        absent = {index for index in range(len(leaves)) if index not in self.tables}
+        have = self.blocks.present
+        while remaining := [index for index in self.tables if index not in arrays and index not in absent]:
+            loaded = await self._exchange_holdings({index: have[index] for index in remaining})
+            gaps = find_gaps(leaves, self.tables, loaded)
+            absent |= gaps.leaves
+            if absent or gaps.blocks:
+                _check_stored(step, told)
+                _log_gaps(step, [leaves[index].name for index in sorted({*absent, *gaps.blocks})], persistent)
+            with self.recorder.span("plan"):
+                plan = plan_relays(leaves, self.tables, fill(loaded, gaps), group_bytes)
+                first = len(self.traffic)
+                self._note(plan, gaps)
+            arrays |= await self._one_round(plan, gaps, first)
+            have = self.blocks.loaded
+        if absent:
+            _check_stored(step, told)
+        return arrays
+
+    async def _exchange_holdings(self, mine: Mapping[int, Sequence[int]]) -> dict[int, Loaded]:
+        """Returns what all devices of each leaf's table have."""
+        told = await in_thread(self.session.meet, "compare local steps", {"have": holdings.pack(mine)})
+        by_process = {process: holdings.unpack(message["have"]) for process, message in told.items()}
+        loaded = {}
+        for index in mine:
+            table = self.tables[index]
+            columns = [ABSENT] * len(table.owners)
+            for process, entries in by_process.items():
+                for position, column in zip(table.of_process(process), entries[index], strict=True):
+                    columns[position] = column
+            loaded[index] = tuple(columns)
+        return loaded
+
+    async def _one_round(self, plan: LocalPlan, gaps: Gaps, first: int) -> dict[int, jax.Array]:
+        """Follows a plan; returns its leaves but those that are damaged somewhere or travel with such a leaf."""
+        session, blocks = self.session, self.blocks
+        damaged: set[int] = set()
+        context = self.request, self.tables, blocks, plan, gaps.blocks, self.recorder, self.limit, first
+        with LocalPipeline(*context) as pipeline:
+            if plan.groups:
+                await session.together("connect", pipeline.connect())
+            for number in range(len(plan.groups)):
+                phase = f"read group {number + 1} of {len(plan.groups)}"
+                _, told = await session.together_telling(phase, pipeline.load(number), blocks.tell_damaged)
+                damaged |= _damaged(told)
+                if number == 0:  # later groups need no barrier: all come from the meeting at once
+                    await session.barrier("single_replica_pre_broadcast")
+                pipeline.start_exchange(number, damaged)
+            _, told = await session.together_telling("hand over", pipeline.finish(), blocks.tell_damaged)
+            return pipeline.hand_over(damaged | _damaged(told))
+
+    def _note(self, plan: LocalPlan, gaps: Gaps) -> None:
+        """Notes for the report how each leaf is restored, and what this process sends and receives."""
+        leaves = self.request.leaves
+        self.strategy |= {leaves[index].name: "local: every host has it" for index in plan.complete}
+        for index in (index for group in plan.groups for index in group.leaves):
+            gap = " and storage" if index in gaps.blocks else ""
+            self.strategy[leaves[index].name] = f"local: from the hosts that have it{gap}"
+        self.strategy |= {leaves[index].name: "storage: no host has it" for index in sorted(gaps.leaves)}
+        self.traffic += relay_traffic(plan.groups, self.tables, leaves, jax.process_index())
+        # For the progress: every process reads for itself what it has.
+        reads = RestorePlan("local", tuple(leaves), (), dict.fromkeys(self.tables, "it is local"))
+        self.recorder.planned(len(leaves), self.request.mesh_infos, reads, dict(self.strategy), tuple(self.traffic))
+
+
+def _damaged(told: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Returns the leaves that are damaged on some process."""
+    return {leaf for message in told.values() if "damaged" in message for leaf in holdings.unpack(message["damaged"])}
 
 
 def _tables(request: Request) -> dict[int, Columns]:
@@ -152,45 +212,6 @@ def _tables(request: Request) -> dict[int, Columns]:
             by_kind[leaf.mesh, leaf.spec] = Columns(request.mesh_infos[leaf.mesh], leaf.spec)
         tables[index] = by_kind[leaf.mesh, leaf.spec]
     return tables
-
-
-def _loaded_by_all(tables: Mapping[int, Columns], told: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
-    """Returns what all devices of each leaf's table have loaded, from what the processes have told."""
-    by_process = {process: holdings.unpack(message["loaded"]) for process, message in told.items()}
-    loaded = {}
-    for index, table in tables.items():
-        columns = [0] * len(table.owners)
-        for process, entries in by_process.items():
-            for position, column in zip(table.of_process(process), entries[index], strict=True):
-                columns[position] = column
-        loaded[index] = tuple(columns)
-    return loaded
-
-
-def _filled(loaded: Mapping[int, Loaded], gaps: Gaps) -> dict[int, Loaded]:
-    """Returns what all devices have loaded once the gaps are filled, without the leaves of which nobody has any."""
-    return {
-        index: tuple(gaps.blocks.get(index, {}).get(at, column) for at, column in enumerate(columns))
-        for index, columns in loaded.items()
-        if index not in gaps.leaves
-    }
-
-
-def _own_reads(request: Request) -> RestorePlan:
-    """Returns the first part of the work as a plan: every process reads for itself what it has."""
-    return RestorePlan("local", tuple(request.leaves), (), dict.fromkeys(range(len(request.leaves)), "it is local"))
-
-
-def _record(recorder: Recorder, request: Request, tables: Mapping[int, Columns], plan: LocalPlan, gaps: Gaps) -> None:
-    """Notes for the report how each leaf is restored, and what this process sends and receives."""
-    names = [leaf.name for leaf in request.leaves]
-    strategy = {names[index]: "local: every host has it" for index in plan.complete}
-    for index in (index for group in plan.groups for index in group.leaves):
-        gap = " and storage" if index in gaps.blocks else ""
-        strategy[names[index]] = f"local: from the hosts that have it{gap}"
-    strategy |= {names[index]: "storage: no host has it" for index in sorted(gaps.leaves)}
-    traffic = relay_traffic(plan.groups, tables, request.leaves, jax.process_index())
-    recorder.planned(len(names), request.mesh_infos, _own_reads(request), strategy, traffic)
 
 
 def _check_same_step(told: Mapping[int, Mapping[str, Any]], session: Session) -> None:
@@ -208,8 +229,7 @@ def _check_stored(step: upstream.EmergencyStep, told: Mapping[int, Mapping[str, 
         )
 
 
-def _log_gaps(step: upstream.EmergencyStep, request: Request, gaps: Gaps, persistent: epath.Path | None) -> None:
-    names = [request.leaves[index].name for index in sorted({*gaps.leaves, *gaps.blocks})]
+def _log_gaps(step: upstream.EmergencyStep, names: Sequence[str], persistent: epath.Path | None) -> None:
     logging.info(
         "orbax_ext: no host has all of %s of step %d; the rest is read from %s: %s",
         text.count(len(names), "leaf"),

@@ -1,4 +1,4 @@
-"""What each process has loaded of each leaf, as one short message: most leaves of a process have the same entry."""
+"""What each process has of each leaf, as one short message: most leaves of a process have the same entry."""
 
 from __future__ import annotations
 

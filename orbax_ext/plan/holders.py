@@ -106,24 +106,24 @@ def covered(block: tuple[int, ...], size: tuple[int, ...], stored: StoredChunks)
 
 @dataclasses.dataclass(frozen=True)
 class Gaps:
-    """What no process has loaded."""
+    """What no process has."""
 
-    leaves: frozenset[int]  # of which nobody has loaded any block, or that can't travel
-    blocks: Mapping[
-        int, Mapping[int, int]
-    ]  # of other leaves: for each, the positions that read a block, and its column
+    leaves: frozenset[int]  # of which nobody has any block
+    blocks: Mapping[int, Mapping[int, int]]  # of other leaves: for each, positions that read a block, and its column
 
 
 def find_gaps(leaves: Sequence[Leaf], tables: Mapping[int, Columns], loaded: Mapping[int, Loaded]) -> Gaps:
     """Returns what has to come from storage, and who reads the blocks, so that all processes read as much."""
-    nobody = {index for index in range(len(leaves)) if index not in tables or set(loaded[index]) == {ABSENT}}
+    nobody: set[int] = set()
     blocks: dict[int, dict[int, int]] = {}
     read: dict[int, int] = defaultdict(int)  # bytes, by process
-    for index, columns in tables.items():
-        if index in nobody:
+    for index, pattern in loaded.items():
+        columns = tables[index]
+        if set(pattern) == {ABSENT}:
+            nobody.add(index)
             continue
-        for column in sorted(set(range(columns.count)) - set(loaded[index])):
-            free = [at for at in range(column, len(loaded[index]), columns.count) if loaded[index][at] == ABSENT]
+        for column in sorted(set(range(columns.count)) - set(pattern)):
+            free = [at for at in range(column, len(pattern), columns.count) if pattern[at] == ABSENT]
             if not free:  # all devices of the column have loaded blocks for others
                 nobody.add(index)
                 blocks.pop(index, None)
@@ -134,15 +134,21 @@ def find_gaps(leaves: Sequence[Leaf], tables: Mapping[int, Columns], loaded: Map
     return Gaps(frozenset(nobody), blocks)
 
 
+def fill(loaded: Mapping[int, Loaded], gaps: Gaps) -> dict[int, Loaded]:
+    """Returns what all devices have once the gaps are filled, without the leaves of which nobody has any block."""
+    return {
+        index: tuple(gaps.blocks.get(index, {}).get(at, column) for at, column in enumerate(pattern))
+        for index, pattern in loaded.items()
+        if index not in gaps.leaves
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Relay:
-    """Leaves that travel together, as one operand. Positions are those in a table of devices, row by row."""
+    """Leaves that travel as one operand."""
 
     leaves: tuple[int, ...]
     words: int  # of the vector that holds small leaves; 0: one leaf that travels as it is
-    loaded: Loaded
-    moves: tuple[tuple[int, int], ...]  # from a position to a position
-    senders: tuple[int, ...]  # after the moves, these blocks are summed along the columns; empty: all have theirs
 
     @property
     def pack(self) -> Pack:
@@ -152,16 +158,24 @@ class Relay:
 
 @dataclasses.dataclass(frozen=True)
 class RelayGroup:
-    """Relays that travel together, in one program."""
+    """Relays that travel together, in one program. Positions are those in the leaves' table of devices, row by row."""
 
     mesh: int
     axes: tuple[str, ...]  # along which the leaves are replicated
+    loaded: Loaded
+    moves: tuple[tuple[int, int], ...]  # from a position to a position
+    senders: tuple[int, ...]  # after the moves, these blocks are summed along the columns; empty: all have theirs
     relays: tuple[Relay, ...]
     device_bytes: int
 
     @property
     def leaves(self) -> tuple[int, ...]:
         return tuple(leaf for relay in self.relays for leaf in relay.leaves)
+
+    def without(self, leaves: Collection[int]) -> RelayGroup:
+        """Returns the group without the relays that hold some of these leaves."""
+        kept = tuple(relay for relay in self.relays if not set(relay.leaves) & set(leaves))
+        return dataclasses.replace(self, relays=kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +191,8 @@ def plan_relays(
 ) -> LocalPlan:
     """Decides how devices that lack blocks get them from those that have loaded them.
 
-    `loaded` has the leaves that travel. Senders are chosen so that the bytes that each process sends are as equal as
-    possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
+    `loaded` has the leaves that travel. Senders are chosen group by group, so that the bytes that each process sends
+    are as equal as possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
     """
     complete = [index for index in loaded if loaded[index] == tables[index].complete]
     alike: dict[tuple[int, tuple[str, ...], Loaded], list[int]] = defaultdict(list)
@@ -188,11 +202,11 @@ def plan_relays(
     groups: list[RelayGroup] = []
     sent: dict[int, int] = defaultdict(int)  # bytes, by process
     for (mesh, axes, pattern), indices in alike.items():
-        columns = tables[indices[0]]
         for batch in _groups(leaves, indices, group_bytes):
-            relays = tuple(_relay(part, leaves, columns, pattern, sent) for part in batch)
             size = sum(leaves[index].block_bytes for part in batch for index in part)
-            groups.append(RelayGroup(mesh, axes, relays, size))
+            moves, senders = schedule(pattern, tables[indices[0]], size, sent)
+            relays = tuple(_relay(part, leaves) for part in batch)
+            groups.append(RelayGroup(mesh, axes, pattern, moves, senders, relays, size))
     return LocalPlan(tuple(complete), tuple(groups))
 
 
@@ -226,13 +240,10 @@ def _batches(indices: Sequence[int], leaves: Sequence[Leaf], most: int) -> Itera
         yield tuple(batch)
 
 
-def _relay(
-    part: tuple[int, ...], leaves: Sequence[Leaf], columns: Columns, loaded: Loaded, sent: dict[int, int]
-) -> Relay:
+def _relay(part: tuple[int, ...], leaves: Sequence[Leaf]) -> Relay:
     sizes = [leaves[index].block_bytes for index in part]
     words = sum(-(-size // _ALIGN) * _ALIGN for size in sizes) // _WORD if sizes[0] < _SMALL else 0
-    moves, senders = schedule(loaded, columns, sum(sizes), sent)
-    return Relay(part, words, loaded, moves, senders)
+    return Relay(part, words)
 
 
 def schedule(

@@ -104,20 +104,18 @@ def relay_traffic(
     """Returns the traffic of one process for each group in which hosts send what they have loaded."""
     traffic = []
     for group in groups:
-        brought = received = sent = 0
-        for relay in group.relays:
-            columns, size = tables[relay.leaves[0]], sum(leaves[leaf].block_bytes for leaf in relay.leaves)
-            own = columns.owners == process
-            summed = [
-                (sender, at)
-                for sender in relay.senders
-                for at in range(sender % columns.count, len(own), columns.count)
-                if at != sender
-            ]
-            for sender, receiver in (*relay.moves, *summed):
-                sent += size * bool(own[sender] and not own[receiver])
-                received += size * bool(own[receiver] and not own[sender])
-            brought += size * sum(relay.loaded[at] >= 0 for at in columns.of_process(process))
+        columns, size = tables[group.leaves[0]], sum(leaves[leaf].block_bytes for leaf in group.leaves)
+        own = columns.owners == process
+        summed = [
+            (sender, at)
+            for sender in group.senders
+            for at in range(sender % columns.count, len(own), columns.count)
+            if at != sender
+        ]
+        pairs = [*group.moves, *summed]
+        brought = size * sum(group.loaded[at] >= 0 for at in columns.of_process(process))
+        received = size * sum(bool(own[receiver] and not own[sender]) for sender, receiver in pairs)
+        sent = size * sum(bool(own[sender] and not own[receiver]) for sender, receiver in pairs)
         traffic.append(Traffic(brought, received, sent))
     return traffic
 

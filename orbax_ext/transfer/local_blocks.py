@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import mesh as mesh_lib
 from orbax_ext import text
+from orbax_ext.meeting import holdings
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.holders import ABSENT, Columns
 from orbax_ext.redact import redact
@@ -31,76 +32,119 @@ _LONGEST = 300  # characters of an error in a log line
 
 
 class LocalBlocks:
-    """What this process has loaded from its local checkpoint: for each leaf, a block on some of its devices."""
+    """The blocks that this process has in its local checkpoint, and those that it has loaded onto its devices.
 
-    def __init__(self, handler: type_handlers.ArrayHandler, request: Request, tables: Mapping[int, Columns]) -> None:
+    `stored` are descriptions of the leaves in persistent storage, from which gaps are read.
+    """
+
+    def __init__(
+        self,
+        handler: type_handlers.ArrayHandler,
+        request: Request,
+        tables: Mapping[int, Columns],
+        stored: Sequence[Any],
+    ) -> None:
         self._reader = without_array_metadata(handler)
         self._requests = request.leaf_requests
         self._tables = tables
-        nothing = {index: [ABSENT] * len(table.of_process(jax.process_index())) for index, table in tables.items()}
-        self.loaded: dict[int, Sequence[int]] = dict(nothing)  # for each device in the table: a column, or ABSENT
+        self._stored = stored
+        self._local: Sequence[Any] = ()
+        self._records: Mapping[str, Any] = {}
+        self._damaged: list[str] = []  # one text for each leaf that can't be read
+        self._untold: set[int] = set()  # leaves that can't be read, which the other processes do not know yet
+        # For each leaf and each of this process's devices in its table, a column or ABSENT: the block that the device
+        # can load from the local checkpoint, and the block that it has loaded.
+        self.present: dict[int, tuple[int, ...]] = {index: (ABSENT,) * len(self._mine(index)) for index in tables}
+        self.loaded = dict(self.present)
         self.blocks: dict[int, DeviceBlocks] = {}
-        self.damaged: list[str] = []  # one line for each leaf that can't be read
 
-    async def read(self, directory: epath.Path | None, infos: Sequence[Any]) -> None:
-        """Loads what is there and can be read. Damage is logged, and counts as absence: others may have the leaf."""
+    async def look(self, directory: epath.Path | None, local: Sequence[Any]) -> None:
+        """Finds out what is there, without reading it. `local` are descriptions of the leaves in that directory."""
         if directory is None:
             return
+        self._local = local
         try:
-            to_load = await in_thread(self._to_load, directory)
+            self.present |= await in_thread(self._to_load, directory)
         except Exception as error:  # whatever a damaged file makes TensorStore raise
-            self._note(f"the local step {directory} can't be read", error)
-            to_load = {}
-        records = await in_thread(_digests, directory) if to_load else {}
-        await _in_batches([self._try(index, columns, infos[index], records) for index, columns in to_load.items()])
-        if self.damaged:
+            logging.warning(
+                "orbax_ext: the local step %s can't be read; other hosts or storage have to provide it: %s",
+                directory,
+                _short(error),
+            )
+            return
+        self._records = await in_thread(_digests, directory)
+
+    async def load(self, leaves: Iterable[int], gaps: Mapping[int, Mapping[int, int]]) -> None:
+        """Loads what is there of some leaves, and from storage those of their gaps that fall to this process.
+
+        A leaf that is damaged here is noted; others may have it.
+        """
+        work = []
+        for index in leaves:
+            if set(self.present[index]) != {ABSENT}:
+                work.append(self._try(index, self.present[index]))
+            mine = {at: gaps[index][at] for at in self._mine(index) if at in gaps[index]} if index in gaps else {}
+            if mine:
+                work.append(self._load_gap(index, mine))
+        for start in range(0, len(work), _AT_A_TIME):
+            await asyncio.gather(*work[start : start + _AT_A_TIME])
+
+    def tell_damaged(self) -> dict[str, Any]:
+        """Returns the message that names the leaves that turned out to be damaged since the last one."""
+        told, self._untold = self._untold, set()
+        return {"damaged": holdings.pack(dict.fromkeys(sorted(told), ()))} if told else {}
+
+    def log_damaged(self, directory: epath.Path | None) -> None:
+        """Logs one line if leaves turned out to be damaged."""
+        if self._damaged:
             logging.warning(
                 "orbax_ext: %s of the local step %s can't be read; other hosts or storage have to provide them: %s",
-                text.count(len(self.damaged), "leaf"),
+                text.count(len(self._damaged), "leaf"),
                 directory,
-                text.listing(self.damaged),
+                text.listing(self._damaged),
             )
 
-    async def read_gaps(self, gaps: Mapping[int, Mapping[int, int]], infos: Sequence[Any]) -> None:
-        """Reads from storage the blocks that fall to this process, of leaves that the hosts have only in part."""
-        here = jax.process_index()
-        mine = {
-            index: {at: readers[at] for at in self._tables[index].of_process(here) if at in readers}
-            for index, readers in gaps.items()
-        }
-        await _in_batches([self._read_gap(index, readers, infos[index]) for index, readers in mine.items() if readers])
-
-    async def _read_gap(self, index: int, readers: Mapping[int, int], info: Any) -> None:
-        request = dataclasses.replace(self._requests[index], info=info)
-        places, devices = self._tables[index].table.ravel(), request.sharding.mesh.devices.ravel()
-        chosen = [(devices[places[at]], column) for at, column in readers.items()]
-        self.blocks[index] = {**self.blocks.get(index, {}), **await self._load_blocks(index, request, chosen)}
+    def _mine(self, index: int) -> Sequence[int]:
+        return self._tables[index].of_process(jax.process_index())
 
     def _to_load(self, directory: epath.Path) -> dict[int, tuple[int, ...]]:
         """Returns for each leaf the columns of the blocks to load, one for each of this process's devices."""
         stored = stored_chunks(directory)
         here = jax.process_index()
-        columns = {
+        return {
             index: table.loads(here, self._requests[index].leaf, stored[self._requests[index].leaf.name])
             for index, table in self._tables.items()
             if self._requests[index].leaf.name in stored
         }
-        return {index: chosen for index, chosen in columns.items() if set(chosen) != {ABSENT}}
 
-    async def _try(self, index: int, columns: Sequence[int], info: Any, records: Mapping[str, Any]) -> None:
-        request = dataclasses.replace(self._requests[index], info=info)
+    async def _try(self, index: int, columns: tuple[int, ...]) -> None:
+        request = dataclasses.replace(self._requests[index], info=self._local[index])
+        self.present[index] = (ABSENT,) * len(columns)  # it is loaded once, or found to be damaged
         try:
-            if request.leaf.name in records:
-                await in_thread(_check_digest, info, records[request.leaf.name])
+            if request.leaf.name in self._records:
+                await in_thread(_check_digest, request.info, self._records[request.leaf.name])
             blocks = await self._load(index, columns, request)
         except Exception as error:
-            self._note(request.leaf.name, error)
+            self._damaged.append(f"{request.leaf.name} ({_short(error)})")
+            self._untold.add(index)
             return
-        self.blocks[index], self.loaded[index] = blocks, columns
+        self._add(index, columns, blocks)
+
+    async def _load_gap(self, index: int, readers: Mapping[int, int]) -> None:
+        request = dataclasses.replace(self._requests[index], info=self._stored[index])
+        places, devices = self._tables[index].table.ravel(), request.sharding.mesh.devices.ravel()
+        chosen = [(devices[places[at]], column) for at, column in readers.items()]
+        columns = tuple(readers.get(at, ABSENT) for at in self._mine(index))
+        self._add(index, columns, await self._load_blocks(index, request, chosen))
+
+    def _add(self, index: int, columns: Sequence[int], blocks: DeviceBlocks) -> None:
+        both = zip(columns, self.loaded[index], strict=True)
+        self.loaded[index] = tuple(old if new == ABSENT else new for new, old in both)
+        self.blocks[index] = {**self.blocks.get(index, {}), **blocks}
 
     async def _load(self, index: int, columns: Sequence[int], request: LeafRequest) -> DeviceBlocks:
         table, leaf = self._tables[index], request.leaf
-        positions = table.of_process(jax.process_index())
+        positions = self._mine(index)
         if all(column == position % table.count for column, position in zip(columns, positions, strict=True)):
             # In the devices' own memory, from which blocks travel.
             sharding = mesh_lib.replica_sharding(request.sharding, request.sharding.mesh)
@@ -135,13 +179,9 @@ class LocalBlocks:
             shape=leaf.block,
         )
 
-    def _note(self, what: str, error: BaseException) -> None:
-        self.damaged.append(f"{what} ({redact(str(error))[:_LONGEST]})")
 
-
-async def _in_batches(work: Sequence[Awaitable[None]]) -> None:
-    for start in range(0, len(work), _AT_A_TIME):
-        await asyncio.gather(*work[start : start + _AT_A_TIME])
+def _short(error: BaseException) -> str:
+    return redact(str(error))[:_LONGEST]
 
 
 def _digests(directory: epath.Path) -> Mapping[str, Any]:

@@ -47,6 +47,7 @@ class RelayExecutor:
         """Returns the group's leaves. Takes the blocks that this process has loaded of them out of `blocks`."""
 
         def run() -> dict[int, jax.Array]:
+            self._exchange(group).compile(self._ops(group))  # unless it is compiled already
             loaded = {leaf: dict(blocks.pop(leaf, {})) for leaf in group.leaves}
             operands = [self._operand(group, relay, loaded) for relay in group.relays]
             received = self._exchange(group).run(self._ops(group), operands)
@@ -75,7 +76,7 @@ class RelayExecutor:
         devices = self._devices(group)
         has = {
             device: column != ABSENT
-            for device, column in zip(devices.ravel(), relay.loaded, strict=True)
+            for device, column in zip(devices.ravel(), group.loaded, strict=True)
             if is_local(device)
         }
         if relay.words:
@@ -97,7 +98,7 @@ class RelayExecutor:
 
     def _ops(self, group: RelayGroup) -> tuple[RelayOp, ...]:
         devices = self._devices(group).size
-        return tuple(RelayOp(self._block(relay), relay.moves, relay.senders, devices) for relay in group.relays)
+        return tuple(RelayOp(self._block(relay), group.moves, group.senders, devices) for relay in group.relays)
 
     def _block(self, relay: Relay) -> Block:
         return Block((relay.words,), jnp.dtype("uint32")) if relay.words else _block(self._request, relay.leaves[0])

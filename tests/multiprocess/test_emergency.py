@@ -150,7 +150,13 @@ def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
 
 
-@pytest.mark.parametrize("damage", [file_damage.truncate, file_damage.corrupt, file_damage.remove])
+def truncate_largest(path: str) -> None:
+    """Damages the data of some leaves, and not the tree of keys that leads to all of them."""
+    largest = max(file_damage.data_files(path), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [truncate_largest, file_damage.truncate, file_damage.corrupt, file_damage.remove])
 def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, damage: Any) -> None:
     damage(f"{root}/host1/1")
     lose(root, "persistent")

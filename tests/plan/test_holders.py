@@ -89,11 +89,11 @@ def test_a_single_holder_of_four_sends_by_a_sum() -> None:
 
 def test_senders_of_many_leaves_send_as_much_as_each_other() -> None:
     columns = Columns(ONE_HOST, SHARDED)
-    leaves = [leaf(ONE_HOST, rows=512, width=1024) for _ in range(9)]
-    loaded = dict.fromkeys(range(9), (ABSENT, ABSENT, 0, 1, 0, 1, 0, 1))
-    plan = holders.plan_relays(leaves, dict.fromkeys(range(9), columns), loaded, 4 << 20)
-    sent = [sum(one.sent for one in relay_traffic(plan.groups, columns_of(9, columns), leaves, p)) for p in range(4)]
-    assert sent == [0, *[leaves[0].block_bytes * 9 * 2 // 3] * 3]
+    leaves = [leaf(ONE_HOST, rows=512, width=1024) for _ in range(12)]
+    loaded = dict.fromkeys(range(12), (ABSENT, ABSENT, 0, 1, 0, 1, 0, 1))
+    plan = holders.plan_relays(leaves, columns_of(12, columns), loaded, 4 << 20)
+    sent = [sum(one.sent for one in relay_traffic(plan.groups, columns_of(12, columns), leaves, p)) for p in range(4)]
+    assert sent == [0, *[leaves[0].block_bytes * 12 * 2 // 3] * 3]
     assert max(group.device_bytes for group in plan.groups) <= 4 << 20
 
 
@@ -123,8 +123,19 @@ def test_gaps_are_dealt_out_among_those_that_need_the_block() -> None:
 
 def test_leaves_that_nobody_has_are_read_whole() -> None:
     columns = Columns(TWO_HOSTS, SHARDED)
-    gaps = holders.find_gaps([leaf(TWO_HOSTS)] * 2, {0: columns}, {0: (ABSENT,) * 8})
-    assert gaps == holders.Gaps(frozenset({0, 1}), {})
+    loaded = {0: (ABSENT,) * 8, 1: columns.complete}
+    gaps = holders.find_gaps([leaf(TWO_HOSTS)] * 2, columns_of(2, columns), loaded)
+    assert gaps == holders.Gaps(frozenset({0}), {})
+    assert holders.fill(loaded, gaps) == {1: columns.complete}
+
+
+def test_leaves_that_travel_with_a_damaged_one_are_taken_out_with_it() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    leaves = [leaf(ONE_HOST), leaf(ONE_HOST), leaf(ONE_HOST, rows=512, width=1024)]
+    loaded = dict.fromkeys(range(3), (ABSENT, ABSENT, *(0, 1) * 3))
+    (group,) = holders.plan_relays(leaves, columns_of(3, columns), loaded, 4 << 20).groups
+    assert group.without([1]).leaves == (2,)
+    assert group.without([2]).leaves == (0, 1)
 
 
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -145,7 +156,7 @@ def test_every_device_has_its_block_in_the_end(data: st.DataObject) -> None:
     gaps = holders.find_gaps(leaves, {0: columns}, {0: loaded})
     if gaps.leaves:
         return
-    filled = tuple(gaps.blocks.get(0, {}).get(at, column) for at, column in enumerate(loaded))
+    filled = holders.fill({0: loaded}, gaps)[0]
     assert set(filled) >= set(range(columns.count))
     moves, senders = holders.schedule(filled, columns, 1, defaultdict(int))
     assert arrived(filled, columns, moves, senders) == columns.complete
