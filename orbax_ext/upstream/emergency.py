@@ -6,6 +6,7 @@ managers that exist already are served too.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import time
@@ -25,6 +26,8 @@ from orbax.checkpoint.experimental.emergency import path as emergency_path
 from orbax_ext.upstream.hooks import Hook, serving
 
 T = TypeVar("T")
+
+_listing_steps: contextvars.ContextVar[bool] = contextvars.ContextVar("orbax_ext_listing_steps", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +127,23 @@ def _item(manager: Any, directory: Any, step: int, name: str) -> epath.Path | No
     return found
 
 
+def _list_steps(original: Callable[..., Any], service: Service) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_per_replica_local_steps(*args: Any, **kwargs: Any) -> Any:
+        token = _listing_steps.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _listing_steps.reset(token)
+
+    return get_per_replica_local_steps
+
+
 def _sync_global_data(original: Callable[..., Any], service: Service) -> Callable[..., Any]:
     @functools.wraps(original)
     def sync_global_data(local_data: dict[str, Any]) -> list[dict[str, Any]]:
-        return service.share(local_data)
+        # Orbax's p2p manager also saves through this function, data of any length: that stays as it is.
+        return service.share(local_data) if _listing_steps.get() else original(local_data)
 
     return sync_global_data
 
@@ -146,8 +162,14 @@ PERSISTENT = Hook(
 )
 STEPS = Hook(
     emergency_path,
-    "sync_global_data",
+    "get_per_replica_local_steps",
     "lists local steps by a collective, which fails under `jax.set_mesh` and has no time limit",
+    _list_steps,
+)
+SHARING = Hook(
+    emergency_path,
+    "sync_global_data",
+    "the collective; it is replaced only where local steps are listed",
     _sync_global_data,
 )
-HOOKS = (LOCAL, PERSISTENT, STEPS)
+HOOKS = (LOCAL, PERSISTENT, STEPS, SHARING)
