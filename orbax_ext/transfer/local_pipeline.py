@@ -58,12 +58,13 @@ class LocalPipeline:
     async def connect(self) -> None:
         """Opens communicators while all processes are together, and begins to load the first groups."""
         self._reading.begin(1 + self._reading.ahead, len(self._plan.groups))
-        await self._recorder.timed("connect", self._executor.connect(self._plan.groups))
+        connecting = self._recorder.timed("connect", self._executor.connect(self._plan.groups))
+        await both(connecting, self._compile(0))
 
     async def load(self, number: int) -> None:
-        """Loads a group, and meanwhile finishes the exchange before it or, for the first group, compiles."""
-        before = self._finish_exchange() if number else self._compile()
-        await both(self._reading.take(number, len(self._plan.groups)), before)
+        """Loads a group and compiles its program, and meanwhile finishes the exchange before it."""
+        loading = self._reading.take(number, len(self._plan.groups))
+        await both(loading, both(self._compile(number), self._finish_exchange()))
 
     def start_exchange(self, number: int, damaged: Collection[int]) -> None:
         """Starts a group's exchange, without the leaves that are damaged somewhere."""
@@ -88,8 +89,8 @@ class LocalPipeline:
         with self._recorder.span("read", group=self._first + number):
             await self._blocks.load(self._plan.groups[number].leaves, self._gaps)
 
-    async def _compile(self) -> None:
-        await self._recorder.timed("compile", self._executor.compile(self._plan.groups))
+    async def _compile(self, number: int) -> None:
+        await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))
 
     async def _finish_exchange(self) -> None:
         if self._under_way is not None:

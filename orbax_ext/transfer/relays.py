@@ -36,12 +36,13 @@ class RelayExecutor:
         for exchange in dict.fromkeys(map(self._exchange, groups)):
             await self._in_thread(exchange.connect_all)
 
-    async def compile(self, groups: Sequence[RelayGroup]) -> None:
-        def compile_all() -> None:
-            for group in groups:
-                self._exchange(group).compile(self._ops(group))
+    async def compile(self, group: RelayGroup) -> None:
+        """Compiles the group's program, unless an earlier group or restore had the same one."""
 
-        await self._in_thread(compile_all)
+        def compile_one() -> None:
+            self._exchange(group).compile(self._ops(group))
+
+        await self._in_thread(compile_one)
 
     async def exchange(self, group: RelayGroup, blocks: dict[int, DeviceBlocks]) -> dict[int, jax.Array]:
         """Returns the group's leaves. Takes the blocks that this process has loaded of them out of `blocks`."""
