@@ -15,7 +15,7 @@ EXAMPLES ?= 300
 .PHONY: help demo check fmt docs clean
 .PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
-.PHONY: bench bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
+.PHONY: bench bench-emergency bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench-meetings: $(NEWEST)/.ready ## meetings of up to 1,000 clients of the coord
 
 bench-plan: $(NEWEST)/.ready ## plans for 671 billion parameters on up to 4,096 processes; writes bench/results/planning.md
 	$(NEWEST)/bin/python -m bench.planning --write
+
+bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md
+	$(NEWEST)/bin/python -m bench.emergency --write
 
 bench-placement: $(NEWEST)/.ready ## memory of jax.device_put and orbax_ext.replicate; writes bench/results/placement.md
 	$(NEWEST)/bin/python -m bench.placement --write

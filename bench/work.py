@@ -42,7 +42,7 @@ class Restore:
 
 
 def save(scenario: Scenario, path: str) -> None:
-    state = {name: _make(scenario, number) for number, name in enumerate(_names(scenario))}
+    state = {name: make_leaf(scenario, number) for number, name in enumerate(leaf_names(scenario))}
     handler = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=scenario.replica_parallel, array_metadata_store=ArrayMetadataStore()
     )
@@ -54,8 +54,10 @@ def save(scenario: Scenario, path: str) -> None:
 def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
     """Restores with one strategy and compares every byte afterwards."""
     handler = _handler(scenario, strategy)
-    sharding = _sharding(scenario)
-    abstract = {name: jax.ShapeDtypeStruct(scenario.leaf, jnp.bfloat16, sharding=sharding) for name in _names(scenario)}
+    sharding = make_sharding(scenario)
+    abstract = {
+        name: jax.ShapeDtypeStruct(scenario.leaf, jnp.bfloat16, sharding=sharding) for name in leaf_names(scenario)
+    }
     args = {
         name: ocp.ArrayRestoreArgs(sharding=sharding, global_shape=scenario.leaf, dtype=jnp.bfloat16)
         for name in abstract
@@ -68,9 +70,9 @@ def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
             )
             for name in abstract
         }
-    with _served(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
+    with served_from(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         multihost_utils.sync_global_devices("bench")
-        received_before, idle_before = _received(), network.idle_seconds()
+        received_before, idle_before = received_bytes(), network.idle_seconds()
         moments: list[Any] = []
 
         def step() -> None:
@@ -81,27 +83,27 @@ def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
 
         peak = memory.peak_growth(step)
         started, ended, idle_after, state = moments
-        received, idle = _received() - received_before, idle_after - idle_before
+        received, idle = received_bytes() - received_before, idle_after - idle_before
     report = None if strategy in BASELINES else orbax_ext.last_report()
     compiled = report.seconds.get("compile", 0.0) if report is not None else 0.0
-    return Restore(started, ended, _is_exact(scenario, state), peak, received, idle, compiled, str(report or ""))
+    return Restore(started, ended, is_exact(scenario, state), peak, received, idle, compiled, str(report or ""))
 
 
-def _names(scenario: Scenario) -> list[str]:
+def leaf_names(scenario: Scenario) -> list[str]:
     return [f"leaf_{number:04}" for number in range(scenario.leaves)]
 
 
-def _mesh(scenario: Scenario) -> Mesh:
+def make_mesh(scenario: Scenario) -> Mesh:
     sizes = [size for _, size in scenario.mesh]
     return Mesh(np.array(jax.devices()).reshape(sizes), [axis for axis, _ in scenario.mesh])
 
 
-def _sharding(scenario: Scenario) -> NamedSharding:
-    return NamedSharding(_mesh(scenario), PartitionSpec(*scenario.spec))
+def make_sharding(scenario: Scenario) -> NamedSharding:
+    return NamedSharding(make_mesh(scenario), PartitionSpec(*scenario.spec))
 
 
 def _replica_sharding(scenario: Scenario) -> NamedSharding:
-    mesh = _mesh(scenario)
+    mesh = make_mesh(scenario)
     at = mesh.axis_names.index(scenario.replica_axis)
     here = next(
         where[at] for where, device in np.ndenumerate(mesh.devices) if device.process_index == jax.process_index()
@@ -129,13 +131,13 @@ def _data(scenario: Scenario, number: int) -> np.ndarray:
     return words.view(jnp.bfloat16)
 
 
-def _make(scenario: Scenario, number: int) -> jax.Array:
+def make_leaf(scenario: Scenario, number: int) -> jax.Array:
     data = _data(scenario, number)
-    return jax.make_array_from_callback(scenario.leaf, _sharding(scenario), lambda index: data[index])
+    return jax.make_array_from_callback(scenario.leaf, make_sharding(scenario), lambda index: data[index])
 
 
-def _is_exact(scenario: Scenario, state: dict[str, jax.Array]) -> bool:
-    for number, name in enumerate(_names(scenario)):
+def is_exact(scenario: Scenario, state: dict[str, jax.Array]) -> bool:
+    for number, name in enumerate(leaf_names(scenario)):
         bits = _data(scenario, number).view(np.uint16)
         for shard in state[name].addressable_shards:
             if not np.array_equal(np.asarray(shard.data).view(np.uint16), bits[shard.index]):
@@ -143,13 +145,13 @@ def _is_exact(scenario: Scenario, state: dict[str, jax.Array]) -> bool:
     return True
 
 
-def _received() -> int:
+def received_bytes() -> int:
     """Returns the bytes received over the fabric so far; over loopback they cannot be counted."""
     return sum(received for name, received, _ in network.interface_bytes() if name.startswith("f"))
 
 
 @contextlib.contextmanager
-def _served(path: str, url: str) -> Iterator[None]:
+def served_from(path: str, url: str) -> Iterator[None]:
     """Makes TensorStore read the checkpoint's arrays from the storage server instead of from the disk."""
     if not url:
         yield

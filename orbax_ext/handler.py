@@ -67,7 +67,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
-        async with _one_at_a_time():
+        async with one_at_a_time():
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
@@ -167,7 +167,7 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 
 
 @contextlib.asynccontextmanager
-async def _one_at_a_time() -> AsyncIterator[None]:
+async def one_at_a_time() -> AsyncIterator[None]:
     """Lets the restores of one process take turns: two at once could meet another process's in the other order."""
     loop = asyncio.get_running_loop()
     while not _turn.take(loop):

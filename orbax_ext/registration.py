@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils, type_handlers
 
-from orbax_ext import options
+from orbax_ext import emergency, options
 from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.meeting.listing import from_process_0
 from orbax_ext.placement import stacked_restore
@@ -63,6 +63,7 @@ def register(**knobs: Unpack[HandlerKnobs]) -> BroadcastArrayHandler:
     with contextlib.ExitStack() as undo:
         undo.callback(set_array_handler, previous)
         undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
+        undo.callback(emergency.serve(lambda: handler))
         undo.callback(install(steps.HOOKS, functools.partial(from_process_0, limits=handler.limits)))
         if not s3.s3_enabled():
             undo.callback(s3.enable_s3_on_first_path())
@@ -92,7 +93,7 @@ def registered(**knobs: Unpack[HandlerKnobs]) -> Iterator[BroadcastArrayHandler]
 
 def hooks() -> tuple[Hook, ...]:
     """Returns the hooks that `register` installs."""
-    return (*stock_handlers.HOOKS, *steps.HOOKS, *FIRST_PATH_HOOKS)
+    return (*stock_handlers.HOOKS, *emergency.HOOKS, *steps.HOOKS, *FIRST_PATH_HOOKS)
 
 
 def stock_handler_is_unserved() -> bool:

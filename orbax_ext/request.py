@@ -85,6 +85,16 @@ async def _look_up(
     return dict(zip(indices, metadata, strict=True))
 
 
+def given_request(infos: Sequence[Any], args: Sequence[Any]) -> Request:
+    """Returns the request for leaves of which the restore args say all, without a look into a checkpoint."""
+    meshes: dict[Mesh, int] = {}
+    leaf_requests = tuple(
+        _leaf_request(info, arg, _given_sharding(arg), None, None, meshes)
+        for info, arg in zip(infos, args, strict=True)
+    )
+    return Request(leaf_requests, tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
+
+
 def _leaf_request(
     info: Any, arg: Any, sharding: Any, stored: Any, saved: SavedArray | None, meshes: dict[Mesh, int]
 ) -> LeafRequest:

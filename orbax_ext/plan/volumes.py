@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from orbax_ext.plan.chunks import ChunkedArray, ChunkReads
+from orbax_ext.plan.holders import Columns, RelayGroup
 from orbax_ext.plan.leaves import Leaf, itemsize
 from orbax_ext.plan.planner import Group, RestorePlan, by_replicas
 from orbax_ext.plan.topology import MeshInfo, infer_axes
@@ -94,6 +95,28 @@ def traffic_by_group(plan: RestorePlan, meshes: Sequence[MeshInfo], process: int
         total = _Exchanged([group], sizes, devices.replicas)
         values = (total.read[devices.replica], devices.received(total.offered), devices.sent(total.offered))
         traffic.append(Traffic(*(int(value.sum()) for value in values)))
+    return traffic
+
+
+def relay_traffic(
+    groups: Sequence[RelayGroup], tables: Mapping[int, Columns], leaves: Sequence[Leaf], process: int
+) -> list[Traffic]:
+    """Returns the traffic of one process for each group in which hosts send what they have loaded."""
+    traffic = []
+    for group in groups:
+        columns, size = tables[group.leaves[0]], sum(leaves[leaf].block_bytes for leaf in group.leaves)
+        own = columns.owners == process
+        summed = [
+            (sender, at)
+            for sender in group.senders
+            for at in range(sender % columns.count, len(own), columns.count)
+            if at != sender
+        ]
+        pairs = [*group.moves, *summed]
+        brought = size * sum(group.loaded[at] >= 0 for at in columns.of_process(process))
+        received = size * sum(bool(own[receiver] and not own[sender]) for sender, receiver in pairs)
+        sent = size * sum(bool(own[sender] and not own[receiver]) for sender, receiver in pairs)
+        traffic.append(Traffic(brought, received, sent))
     return traffic
 
 

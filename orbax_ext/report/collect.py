@@ -21,7 +21,7 @@ from orbax_ext.plan import RestorePlan, Traffic, traffic_by_group
 from orbax_ext.redact import redact
 from orbax_ext.report import events
 from orbax_ext.report.process_report import DAMAGE, ProcessReport
-from orbax_ext.report.recorder import Recorder
+from orbax_ext.report.recorder import PlannedRestore, Recorder
 from orbax_ext.report.report import RestoreReport, publish
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import s3
@@ -72,8 +72,8 @@ def make_report(recorder: Recorder, error: str) -> RestoreReport:
         processes=jax.process_count(),
         members={own.process: own, **recorder.other_reports},
         leaves=planned.leaves if planned else 0,
-        groups=len(planned.plan.groups) if planned else 0,
-        strategy=strategies(planned.plan) if planned else {},
+        groups=len(_traffic(planned, own.process)) if planned else 0,
+        strategy=dict(planned.strategy or strategies(planned.plan)) if planned else {},
         error=error,
         served_by=served_by(),
     )
@@ -82,7 +82,7 @@ def make_report(recorder: Recorder, error: str) -> RestoreReport:
 def make_process_report(recorder: Recorder) -> ProcessReport:
     """Returns what this process has done so far."""
     process, usage, planned = jax.process_index(), s3.restore_usage(), recorder.plan
-    moved = traffic_by_group(planned.plan, planned.meshes, process) if planned else []
+    moved = _traffic(planned, process) if planned else []
     spans = sorted((_with_bytes(span, moved) for span in recorder.spans), key=lambda span: span.start)
     memory = [device.memory_stats() or {} for device in jax.local_devices()]
     return ProcessReport(
@@ -100,6 +100,12 @@ def make_process_report(recorder: Recorder) -> ProcessReport:
         device_peak_bytes=max((int(stats.get("peak_bytes_in_use", 0)) for stats in memory), default=0),
         s3=dataclasses.asdict(usage),
     ).shortened(_MOST_SPANS)
+
+
+def _traffic(planned: PlannedRestore, process: int) -> Sequence[Traffic]:
+    if planned.traffic is not None:
+        return planned.traffic
+    return traffic_by_group(planned.plan, planned.meshes, process)
 
 
 def strategies(plan: RestorePlan) -> dict[str, str]:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from orbax_ext.meeting.session import Session
-from orbax_ext.plan import MeshInfo, RestorePlan
+from orbax_ext.plan import MeshInfo, RestorePlan, Traffic
 from orbax_ext.report.process_report import ProcessReport
 from orbax_ext.report.spans import Span
 from orbax_ext.storage import counters
@@ -27,6 +27,10 @@ class PlannedRestore:
     leaves: int
     meshes: tuple[MeshInfo, ...]
     plan: RestorePlan
+    # Where these do not follow from the plan, because hosts send what they have: how each leaf is restored, by name,
+    # and the traffic of this process in each exchange.
+    strategy: Mapping[str, str] | None = None
+    traffic: Sequence[Traffic] | None = None
 
 
 class Recorder:
@@ -82,9 +86,16 @@ class Recorder:
         """Notes the session, which knows how far the other processes are and how far apart the clocks are."""
         self.session = session
 
-    def planned(self, leaves: int, meshes: tuple[MeshInfo, ...], plan: RestorePlan) -> None:
-        """Notes what was decided; replaces an earlier plan."""
-        self.plan = PlannedRestore(leaves, meshes, plan)
+    def planned(
+        self,
+        leaves: int,
+        meshes: tuple[MeshInfo, ...],
+        plan: RestorePlan,
+        strategy: Mapping[str, str] | None = None,
+        traffic: Sequence[Traffic] | None = None,
+    ) -> None:
+        """Notes what was decided; replaces an earlier plan. See `PlannedRestore`."""
+        self.plan = PlannedRestore(leaves, meshes, plan, strategy, traffic)
 
     def unused(self, count: int) -> None:
         """Adds bytes that were read and are not needed."""

@@ -101,7 +101,45 @@ class PackOp:
         return (lax.all_gather(operand, "replica", tiled=True),)
 
 
-Op = SumOp | GatherOp | PackOp
+@dataclasses.dataclass(frozen=True)
+class RelayOp:
+    """Some devices have blocks that others lack; blocks are moved, then summed along the columns if there are senders.
+
+    Positions are those of the devices in the table, row by row.
+    """
+
+    block: Block
+    moves: tuple[tuple[int, int], ...]  # from a position to a position
+    senders: tuple[int, ...]  # one for each column; empty: no sum
+    devices: int
+    uses_up_operand = True
+
+    @property
+    def operand(self) -> Block:
+        return self.block
+
+    def outputs(self, replicas: int) -> tuple[Block, ...]:
+        return (self.block,)
+
+    def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
+        words = encode(operand)
+        if self.moves:
+            arrives = self._is_one_of([receiver for _, receiver in self.moves])
+            arrived = [lax.ppermute(part, ("replica", "rest"), self.moves) for part in words]
+            words = tuple(jnp.where(arrives, new, old) for new, old in zip(arrived, words, strict=True))
+        if self.senders:
+            sends = self._is_one_of(self.senders)
+            words = tuple(lax.psum(jnp.where(sends, part, jnp.zeros_like(part)), "replica") for part in words)
+        return (decode(words, self.block),)
+
+    def _is_one_of(self, positions: Sequence[int]) -> jax.Array:
+        """Returns on each device whether it is at one of the positions."""
+        flags = np.zeros(self.devices, np.bool_)
+        flags[list(positions)] = True
+        return jnp.asarray(flags)[lax.axis_index(("replica", "rest"))]
+
+
+Op = SumOp | GatherOp | PackOp | RelayOp
 
 _SIGNAL = SumOp(Block((1,), jnp.dtype("uint32")))  # next to nothing
 
@@ -153,8 +191,17 @@ class Exchange:
         On some backends a communicator that is opened by the first exchange gives a late process only 30 s
         (google/orbax #3181). One that is open already waits for it.
         """
-        self.compile((_SIGNAL,))
-        (answer,) = self.run((_SIGNAL,), [self._zeros(_SIGNAL.operand)])
+        self._run_on_zeros(_SIGNAL)
+
+    def connect_all(self) -> None:
+        """Does the same, also for moves between any two devices of the table."""
+        rows, columns = self._mesh.devices.shape
+        ring = tuple((at, (at + 1) % self._mesh.size) for at in range(self._mesh.size))
+        self._run_on_zeros(RelayOp(_SIGNAL.block, ring, tuple(range(columns)) if rows > 1 else (), self._mesh.size))
+
+    def _run_on_zeros(self, op: Op) -> None:
+        self.compile((op,))
+        (answer,) = self.run((op,), [self._zeros(op.operand)])
         jax.block_until_ready(list(answer.values()))
 
     def run(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> list[DeviceBlocks]:

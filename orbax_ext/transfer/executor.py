@@ -16,7 +16,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Group, Leaf
-from orbax_ext.request import Request
+from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import reading
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, is_local, make_carrier
@@ -88,7 +88,7 @@ class Executor:
                 index: {shard.device: shard.data for shard in array.addressable_shards}
                 for index, array in zip(sliced, arrays, strict=True)
             }
-            return {leaf: self._hand_over(leaf, blocks) for leaf, blocks in self._assembly.add(arrived).items()}
+            return self._completed_by(arrived)
 
         return whole | (await self._in_thread(complete) if sliced else {})
 
@@ -127,11 +127,16 @@ class Executor:
                 received: dict[int, DeviceBlocks] = {}
                 for carrier in carriers:
                     received.update(carrier.received(outputs))
-                return {leaf: self._hand_over(leaf, blocks) for leaf, blocks in self._assembly.add(received).items()}
+                return self._completed_by(received)
 
             return await self._in_thread(complete)
 
         return asyncio.ensure_future(finish())
+
+    def _completed_by(self, arrived: dict[int, DeviceBlocks]) -> dict[int, jax.Array]:
+        """Returns the leaves that are complete with leaves and slices that have arrived."""
+        requests, whole = self._request.leaf_requests, self._assembly.add(arrived)
+        return {leaf: hand_over(requests[leaf], blocks) for leaf, blocks in whole.items()}
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
@@ -153,17 +158,17 @@ class Executor:
             self._exchanges[key] = exchange_among(self._replicas_of(*key).table)
         return self._exchanges[key]
 
-    def _hand_over(self, leaf: int, blocks: DeviceBlocks) -> jax.Array:
-        """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
-        request = self._request.leaf_requests[leaf]
-        kind = request.sharding.memory_kind
-        buffers = [
-            data
-            if kind is None or kind == device.default_memory().kind
-            else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
-            for device, data in blocks.items()
-        ]
-        return jax.make_array_from_single_device_arrays(request.leaf.shape, request.sharding, buffers)
+
+def hand_over(request: LeafRequest, blocks: DeviceBlocks) -> jax.Array:
+    """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
+    kind = request.sharding.memory_kind
+    buffers = [
+        data
+        if kind is None or kind == device.default_memory().kind
+        else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+        for device, data in blocks.items()
+    ]
+    return jax.make_array_from_single_device_arrays(request.leaf.shape, request.sharding, buffers)
 
 
 class _Assembly:

@@ -42,7 +42,9 @@ async def read(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) -
 def as_blocks(arrays: Sequence[jax.Array], items: Sequence[ReadItem]) -> dict[int, DeviceBlocks]:
     """Returns arrays that were read as a block on each of this process's devices, by the item's index."""
     return {
-        item.index: {shard.device: _as_carried(shard, item.block) for shard in array.addressable_shards}
+        item.index: {
+            shard.device: as_carried(shard.data, shard.device, item.block) for shard in array.addressable_shards
+        }
         for array, item in zip(arrays, items, strict=True)
     }
 
@@ -93,8 +95,9 @@ def _with_sharding(arg: Any, sharding: NamedSharding) -> type_handlers.ArrayRest
     return type_handlers.ArrayRestoreArgs(**{**fields, "sharding": sharding, "mesh": None, "mesh_axes": None})
 
 
-def _as_carried(shard: Any, block: Block) -> jax.Array:
-    if shard.data.ndim and block.carried_dtype == block.dtype:
-        return shard.data
+def as_carried(data: jax.Array, device: jax.Device, block: Block) -> jax.Array:
+    """Returns one device's shard in the form in which its block is handed in."""
+    if data.ndim and block.carried_dtype == block.dtype:
+        return data
     # Through the host: an eager reshape or cast would run on whatever mesh the caller has set (google/orbax #3184).
-    return jax.device_put(np.asarray(shard.data).reshape(block.carried_shape).view(block.carried_dtype), shard.device)
+    return jax.device_put(np.asarray(data).reshape(block.carried_shape).view(block.carried_dtype), device)

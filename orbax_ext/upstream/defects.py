@@ -1,4 +1,4 @@
-"""Known defects of Orbax's own single-replica restore, as data for `orbax-ext doctor` and the README."""
+"""Known defects of Orbax's own single-replica restores, as data for `orbax-ext doctor` and the README."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ISSUE = "https://github.com/google/orbax/issues/{}"
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """One defect of the stock `SingleReplicaArrayHandler`, or of what it uses."""
+    """One defect of the stock `SingleReplicaArrayHandler`, of what it uses, or of the emergency manager."""
 
     id: str
     title: str
@@ -86,6 +86,33 @@ DEFECTS = (
         breaks=True,
         patch="05-save-after-restore",
         probe="save_after_restore",
+    ),
+    Defect(
+        id="emergency-set-mesh",
+        title="The emergency manager fails under `jax.set_mesh`",
+        effect='every process raises "Gathering global non-fully-addressable arrays only supports tiled=True"',
+        breaks=True,
+        patch="06-emergency-mesh-scope",
+    ),
+    Defect(
+        id="emergency-inexact",
+        title="The emergency manager changes data",
+        effect="it broadcasts by the same sum: bool and short integers become 32-bit, -0.0 becomes 0.0",
+        breaks=True,
+        patch="03-exact-broadcast",
+    ),
+    Defect(
+        id="emergency-lone-error",
+        title="A read error stays on the emergency manager's reader",
+        effect="the other processes wait forever in a barrier",
+        breaks=True,
+        patch="07-emergency-meeting",
+    ),
+    Defect(
+        id="emergency-incomplete",
+        title="The emergency manager counts only complete replicas",
+        effect="one lost or damaged host makes the copies on all other hosts of its replica useless",
+        breaks=False,
     ),
     Defect(
         id="plain-args",

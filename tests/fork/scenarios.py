@@ -58,14 +58,17 @@ def mesh(replicas: int = 4) -> Mesh:
 
 def save(path: str, values: Tree, *, use_ocdbt: bool = True) -> None:
     """Saves with the default handler of arrays."""
-    placed = {name: _place(value, mesh()) for name, value in values.items()}
+    placed = {name: place(value, mesh()) for name, value in values.items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(placed))
 
 
-def _place(value: np.ndarray[Any, Any], onto: Mesh) -> jax.Array:
-    sharding = NamedSharding(onto, PartitionSpec(None, "tp"))
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+def sharding(onto: Mesh) -> NamedSharding:
+    return NamedSharding(onto, PartitionSpec(None, "tp"))
+
+
+def place(value: np.ndarray[Any, Any], onto: Mesh) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, sharding(onto), lambda index: value[index])
 
 
 @contextlib.contextmanager
@@ -81,10 +84,9 @@ def single_replica_handler() -> Iterator[None]:
 
 
 def restore(path: str, like: Tree, onto: Mesh) -> Tree:
-    sharding = NamedSharding(onto, PartitionSpec(None, "tp"))
     args = {
         name: type_handlers.SingleReplicaArrayRestoreArgs(
-            sharding=sharding, global_shape=value.shape, dtype=value.dtype
+            sharding=sharding(onto), global_shape=value.shape, dtype=value.dtype
         )
         for name, value in like.items()
     }

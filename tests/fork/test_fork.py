@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbax_ext import lab
-from tests.fork import scenarios
+from tests.fork import emergency_scenarios, scenarios
 from tests.support.fork_installation import Installation
 
 pytestmark = pytest.mark.fork
@@ -120,6 +120,46 @@ def test_a_missing_process_is_named(orbax: Installation, checkpoint: str) -> Non
         assert "waited before the broadcast for processes [3]" in outcome.failure.message
 
 
+@pytest.fixture(scope="module")
+def emergency_root(orbax: Installation) -> str:
+    root = str(orbax.directory / "emergency")
+    orbax.cluster.run(emergency_scenarios.save, root)
+    return root
+
+
+def test_emergency_restore_keeps_types_and_bits(orbax: Installation, emergency_root: str) -> None:
+    outcomes = orbax.cluster.outcomes(emergency_scenarios.restore, emergency_root, timeout=AMPLE)
+    if orbax.patched:
+        assert restored(outcomes), outcomes
+    else:
+        for outcome in outcomes:
+            assert outcome.value["bool"] == "bool came back as int32"
+            assert outcome.value["float32"] == "other bytes"
+
+
+@pytest.mark.parametrize("tier", ["local", "persistent"])
+def test_emergency_restore_under_set_mesh(orbax: Installation, emergency_root: str, tier: str) -> None:
+    root = emergency_scenarios.with_tier(emergency_root, tier)
+    outcomes = orbax.cluster.outcomes(emergency_scenarios.restore, root, set_mesh=True, timeout=AMPLE)
+    if orbax.patched:
+        assert restored(outcomes), outcomes
+    else:
+        message = "Gathering global non-fully-addressable arrays only supports tiled=True"
+        assert all(outcome.failure and message in outcome.failure.message for outcome in outcomes), outcomes
+
+
+def test_emergency_read_error_is_raised_by_all(orbax: Installation, emergency_root: str) -> None:
+    root = emergency_scenarios.with_tier(emergency_root, "damaged")
+    outcomes = orbax.cluster.outcomes(emergency_scenarios.restore, root, timeout=limit(orbax))
+    assert outcomes[1].state == "raised"  # the first replica that has the step reads
+    if orbax.patched:
+        assert [outcome.state for outcome in outcomes] == ["raised"] * 4
+        for outcome in (outcomes[0], *outcomes[2:]):
+            assert "before the broadcast on 1 of 4 processes: process 1 on" in str(outcome)
+    else:
+        assert [outcome.state for outcome in (outcomes[0], *outcomes[2:])] == ["timed out"] * 3
+
+
 def test_doctor_distinguishes_the_fork_from_the_release(orbax: Installation) -> None:
     code, report = orbax.doctor()
     present = {defect["id"] for defect in report["defects"] if defect["present"] and defect["breaks_restore"]}
@@ -127,8 +167,9 @@ def test_doctor_distinguishes_the_fork_from_the_release(orbax: Installation) -> 
         assert (code, present) == (0, set())
         assert report["orbax_files"]["state"] == "patched"
     else:
+        emergency = {"emergency-set-mesh", "emergency-inexact", "emergency-lone-error"}
         fixed = set() if orbax.older_than("0.11.40") else {"set-mesh"}
         assert (code, present) == (
             1,
-            {"set-mesh", "late-reader", "inexact", "lone-error", "save-after-restore"} - fixed,
+            {"set-mesh", "late-reader", "inexact", "lone-error", "save-after-restore", *emergency} - fixed,
         )

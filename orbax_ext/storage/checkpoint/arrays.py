@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import tensorstore as ts
 from etils import epath
 
+from orbax_ext.plan.holders import StoredChunks
 from orbax_ext.storage.checkpoint import metadata
 from orbax_ext.storage.checkpoint.metadata import ArrayHeader
 from orbax_ext.upstream.array_handler import array_context, array_store
 
 _HEADERS = {".zarray": metadata.parse_zarr2, "zarr.json": metadata.parse_zarr3}
 _AT_A_TIME = 64  # requests under way at once
+_ZARR3_CHUNK = re.compile(r"(.+)/c((?:/\d+)*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,23 @@ def stored_arrays(item: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> di
     return {
         name: StoredArray(header, sum(chunks[name]), len(chunks[name]), zarr3)
         for name, (header, zarr3) in sorted(headers.items())
+    }
+
+
+def stored_chunks(item: epath.Path) -> dict[str, StoredChunks]:
+    """Returns which chunks of each zarr3 array an OCDBT database has, by name of the array. Reads none of them."""
+    entries = dict(_ocdbt_entries(item))
+    header_keys = [key for key in entries if key.endswith("/zarr.json")]
+    texts = {key: value for key in header_keys if isinstance(value := entries[key], bytes)}
+    texts |= _read(item, True, [key for key in header_keys if key not in texts])
+    present: dict[str, set[tuple[int, ...]]] = {key.removesuffix("/zarr.json"): set() for key in header_keys}
+    for key in entries:
+        if (chunk := _ZARR3_CHUNK.fullmatch(key)) and chunk[1] in present:
+            present[chunk[1]].add(tuple(int(place) for place in chunk[2].split("/")[1:]))
+    headers = {name: metadata.parse_zarr3(texts[f"{name}/zarr.json"]) for name in present}
+    return {
+        name: StoredChunks(header.shape, header.file_chunk, frozenset(present[name]))
+        for name, header in headers.items()
     }
 
 

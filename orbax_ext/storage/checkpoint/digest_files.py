@@ -70,6 +70,11 @@ def compute(item: epath.PathLike) -> Iterator[tuple[str, dict[str, Any] | str]]:
             yield name, _digest_of(item, name, driver, ocdbt)
 
 
+def digest_of(item: epath.PathLike, name: str) -> dict[str, Any] | str:
+    """Returns the digest of one zarr3 array of an OCDBT database; if it can't be read, the reason."""
+    return _digest_of(epath.Path(item), name, "zarr3", ocdbt=True)
+
+
 def _digest_of(item: epath.Path, name: str, driver: str, ocdbt: bool) -> dict[str, Any] | str:
     try:
         spec = {"driver": driver, "kvstore": array_store(item, name, ocdbt)}

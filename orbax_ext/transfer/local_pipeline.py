@@ -1,0 +1,100 @@
+"""Loads leaves from the hosts' local checkpoints group by group; a group travels while the next ones are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Self
+
+import jax
+
+from orbax_ext.plan.holders import Columns, LocalPlan
+from orbax_ext.plan.memory import AHEAD
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.request import Request
+from orbax_ext.transfer.local_blocks import LocalBlocks
+from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.read_ahead import ReadAhead, abandon, both
+from orbax_ext.transfer.relays import RelayExecutor
+
+
+class LocalPipeline:
+    """Follows a plan that was made from what all processes have. `gaps` are blocks to read from storage, see `Gaps`.
+
+    Used in a `with` block, at the end of which it gives up what is still under way.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tables: Mapping[int, Columns],
+        blocks: LocalBlocks,
+        plan: LocalPlan,
+        gaps: Mapping[int, Mapping[int, int]],
+        recorder: Recorder,
+        limit: float,
+        first: int = 0,
+    ) -> None:
+        """`limit` is in seconds, for each program; `first` is the number of the first group in the report."""
+        self._plan = plan
+        self._first = first
+        self._blocks = blocks
+        self._gaps = gaps
+        self._recorder = recorder
+        self._executor = RelayExecutor(request, tables, limit)
+        self._reading = ReadAhead(self._load_group, AHEAD["spread"], Stopwatch())
+        self._under_way: asyncio.Future[dict[int, jax.Array]] | None = None
+        self._arrays: dict[int, jax.Array] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reading.give_up(0)
+        if self._under_way is not None:
+            abandon(self._under_way)
+        # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
+        self._arrays, self._under_way = {}, None
+
+    async def connect(self) -> None:
+        """Opens communicators while all processes are together, and begins to load the first groups."""
+        self._reading.begin(1 + self._reading.ahead, len(self._plan.groups))
+        connecting = self._recorder.timed("connect", self._executor.connect(self._plan.groups))
+        await both(connecting, self._compile(0))
+
+    async def load(self, number: int) -> None:
+        """Loads a group and compiles its program, and meanwhile finishes the exchange before it."""
+        self._reading.begin(number + 1 + self._reading.ahead, len(self._plan.groups))
+        await both(self._reading.task(number), both(self._compile(number), self._finish_exchange()))
+        self._reading.take(number)
+
+    def start_exchange(self, number: int, damaged: Collection[int]) -> None:
+        """Starts a group's exchange, without the leaves that are damaged somewhere."""
+        group = self._plan.groups[number].without(damaged)
+        if group.relays:
+            exchange = asyncio.ensure_future(self._executor.exchange(group, self._blocks.blocks))
+            self._under_way = self._recorder.follow("exchange", exchange, group=self._first + number)
+
+    async def finish(self) -> None:
+        """Waits for the last exchange, and meanwhile loads the leaves that every process has."""
+        with self._recorder.span("read"):
+            await both(self._blocks.load(self._plan.complete, {}), self._finish_exchange())
+
+    def hand_over(self, damaged: Collection[int]) -> dict[int, jax.Array]:
+        """Returns all leaves but those that are damaged somewhere or travel with such a leaf."""
+        for index in self._plan.complete:
+            if index not in damaged:
+                self._arrays[index] = self._executor.hand_over(index, self._blocks.blocks.pop(index))
+        return self._arrays
+
+    async def _load_group(self, number: int) -> None:
+        with self._recorder.span("read", group=self._first + number):
+            await self._blocks.load(self._plan.groups[number].leaves, self._gaps)
+
+    async def _compile(self, number: int) -> None:
+        await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))
+
+    async def _finish_exchange(self) -> None:
+        if self._under_way is not None:
+            self._arrays |= await self._under_way
+            self._under_way = None

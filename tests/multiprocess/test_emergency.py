@@ -1,0 +1,271 @@
+"""Restores of Orbax's emergency manager after the loss of hosts, with stock Orbax and with orbax_ext."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from orbax_ext import lab
+from orbax_ext.storage.checkpoint import digest_files
+from tests.support import emergency, file_damage, states
+from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, Restored
+
+EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Step 1 in both tiers, of a mesh with replicas of one host and of a mesh with replicas of two."""
+    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts")}
+    _save(roots["one host"], ONE_HOST)
+    _save(roots["two hosts"], TWO_HOSTS)
+    # The same step once more, so that the hosts of the primary replica have it, too.
+    _save(roots["two hosts"], SWAPPED_REPLICAS, persistent="other")
+    return roots
+
+
+def _save(root: str, mesh: states.MeshSpec, **knobs: Any) -> None:
+    # Stock Orbax's barriers for saving can't be used by two different sets of processes in one job.
+    with lab.Cluster(processes=4, devices=2) as running:
+        running.run(emergency.save, root, STATE, mesh, **knobs)
+
+
+@pytest.fixture
+def root(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
+    """Steps of replicas of one host. Hosts 1 to 3 have it; host 0, as primary replica, has saved to storage."""
+    shutil.copytree(saved["one host"], tmp_path / "root")
+    return str(tmp_path / "root")
+
+
+@pytest.fixture
+def wide_root(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
+    """Steps of replicas of two hosts; all four hosts have it."""
+    shutil.copytree(saved["two hosts"], tmp_path / "root")
+    return str(tmp_path / "root")
+
+
+def lose(root: str, *places: Any) -> None:
+    """Removes the steps of hosts, by number, or of "persistent" storage."""
+    for place in places:
+        directory = pathlib.Path(root) / (place if isinstance(place, str) else f"host{place}")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+
+
+def assert_exact(results: Sequence[Restored]) -> None:
+    assert [result.error for result in results] == [""] * len(results)
+    assert states.all_differences([result.differences for result in results]) == []
+
+
+def test_stock_fails_under_set_mesh(small_cluster: lab.Cluster, root: str) -> None:
+    for result in small_cluster.run(
+        emergency.restore, root, STATE, ONE_HOST, implementation="stock", context="set_mesh"
+    ):
+        assert "Gathering global non-fully-addressable arrays only supports tiled=True" in result.error
+
+
+def test_stock_changes_data(small_cluster: lab.Cluster, root: str) -> None:
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, implementation="stock"):
+        assert result.error == ""
+        assert "mask: dtype int32, not bool" in result.differences
+        assert "quantized: dtype int32, not int8" in result.differences
+        assert "embedding: bytes" in result.differences
+
+
+@pytest.mark.parametrize("context", ["none", "set_mesh"])
+@pytest.mark.parametrize(
+    "lost",
+    [(), (1,), (2, 3), (1, 2, 3)],
+    ids=["nothing", "one replica", "all but one", "all"],
+)
+def test_ours_is_exact_after_the_loss_of(
+    small_cluster: lab.Cluster, root: str, lost: tuple[int, ...], context: str
+) -> None:
+    lose(root, *lost, *(["persistent"] if len(lost) < 3 else []))  # storage is needed only if no host has the step
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context)
+    assert_exact(results)
+    if len(lost) < 3:
+        assert set(results[0].strategy) == set(STATE)
+        assert set(results[0].strategy.values()) == {"local: from the hosts that have it"}
+
+
+@pytest.mark.parametrize("context", ["none", "set_mesh"])
+def test_a_manager_made_before_register_is_served(small_cluster: lab.Cluster, root: str, context: str) -> None:
+    lose(root, 2, "persistent")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context, manager_first=True))
+
+
+def test_two_restores_in_a_row_are_exact(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 3)
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, times=2))
+
+
+def test_memory_kinds_and_explicit_axes_are_kept(small_cluster: lab.Cluster, root: str) -> None:
+    mesh = dataclasses.replace(ONE_HOST, types=("auto", "explicit"))
+    wanted = {name: dataclasses.replace(spec, memory_kind="pinned_host") for name, spec in STATE.items()}
+    assert_exact(small_cluster.run(emergency.restore, root, wanted, mesh, context="set_mesh"))
+
+
+@pytest.mark.parametrize("lost", [(0, 1, 2), (1, 2), (2,)])
+def test_hosts_that_complement_each_other_need_no_storage(
+    small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...]
+) -> None:
+    lose(wide_root, *lost)
+    if len(lost) < 3:  # otherwise two hosts of four, which hold half of each leaf
+        lose(wide_root, "persistent")
+    results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
+    assert_exact(results)
+    assert any("no host has all of" in line for line in results[0].lines) == (len(lost) == 3)
+
+
+def test_stock_reads_storage_although_the_hosts_have_the_step(small_cluster: lab.Cluster, wide_root: str) -> None:
+    lose(wide_root, 1, 2)
+    for result in small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS, implementation="stock"):
+        assert "restoring step=1 from persistent checkpoint" in "".join(result.lines)
+
+
+@pytest.mark.parametrize("lost", [(), (0, 1), (0, 1, 3)])
+def test_hosts_that_changed_places_send_what_they_have(
+    small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...]
+) -> None:
+    lose(wide_root, *lost)
+    assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
+
+
+def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    for host in (1, 2):  # killed while saving: the directory has its temporary name, or no commit file
+        step = pathlib.Path(root, f"host{host}", "1")
+        (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
+        if host == 1:
+            step.rename(step.with_name("1.orbax-checkpoint-tmp"))
+    lose(root, "persistent")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def truncate_largest(path: str) -> None:
+    """Damages the data of some leaves, and not the tree of keys that leads to all of them."""
+    largest = max(file_damage.data_files(path), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [truncate_largest, file_damage.truncate, file_damage.corrupt, file_damage.remove])
+def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, damage: Any) -> None:
+    damage(f"{root}/host1/1")
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    assert ["can't be read; other hosts or storage" in "".join(result.lines) for result in results] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Cluster, root: str) -> None:
+    state = f"{root}/host1/1/state"
+    records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
+    assert set(records) == set(STATE)
+    records["weights"]["digest"] = "0" * 16
+    digest_files.write(state, records)
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    (line,) = [line for line in results[1].lines if "can't be read; other hosts or storage" in line]
+    assert "1 leaf" in line
+    assert "weights (its digest is " in line
+
+
+def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluster, root: str) -> None:
+    for host in (1, 2, 3):
+        file_damage.truncate(f"{root}/host{host}/1")
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def test_without_hosts_and_storage_all_processes_raise_the_same(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 1, 2, 3, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert len({result.error for result in results}) == 1
+    assert results[0].error.startswith("FileNotFoundError: No steps found in either local or persistent storage")
+
+
+def test_a_read_error_on_one_host_is_no_failure(small_cluster: lab.Cluster, root: str) -> None:
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(2, "read error"))
+    assert_exact(results)
+    assert "the disk is gone" in "".join(results[2].lines)
+
+
+def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    lose(root, 1, 2, 3)
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST)
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 0" in error
+        assert "the disk is gone" in error
+    assert_exact([after for _, after in results])
+
+
+def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(1, "late")))
+
+
+def test_a_killed_reader_is_named_by_all_others(root: str) -> None:
+    with lab.Cluster(processes=4, devices=2) as running:
+        knobs = {"stall_timeout": 5.0}
+        outcomes = running.submit(emergency.restore, root, STATE, ONE_HOST, fault=(2, "killed"), knobs=knobs).outcomes(
+            90
+        )
+    assert [outcome.state for outcome in outcomes] == ["returned", "returned", "died", "returned"]
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert "process 2" in outcome.value.error
+
+
+@hypothesis.settings(
+    max_examples=EXAMPLES or 12,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    lost=st.sets(st.sampled_from([0, 1, 2, 3])),
+    damaged=st.sets(st.sampled_from([0, 1, 2, 3]), max_size=2),
+    stored=st.booleans(),
+    mesh=st.sampled_from([TWO_HOSTS, SWAPPED_HOSTS, SWAPPED_REPLICAS]),
+    context=st.sampled_from(["none", "set_mesh"]),
+)
+def test_any_loss_of_hosts_is_made_up_for_or_named(
+    small_cluster: lab.Cluster,
+    saved: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    lost: set[int],
+    damaged: set[int],
+    stored: bool,
+    mesh: states.MeshSpec,
+    context: str,
+) -> None:
+    root = str(tmp_path_factory.mktemp("loss") / "root")
+    shutil.copytree(saved["two hosts"], root)
+    lose(root, *lost, *([] if stored else ["persistent"]))
+    for host in damaged:
+        file_damage.truncate(f"{root}/host{host}")
+    # Hosts 0 and 2 hold the same half of each leaf, hosts 1 and 3 the other.
+    left = {host % 2 for host in range(4) if host not in lost | damaged}
+    results = small_cluster.run(emergency.restore, root, STATE, mesh, context=context)
+    if stored or left == {0, 1}:
+        assert_exact(results)
+    else:
+        assert {result.error.partition(":")[0] for result in results} == {"FileNotFoundError"}

@@ -1,0 +1,177 @@
+"""Who loads which block of a local checkpoint, who reads what nobody has, and who sends it to whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+
+from orbax_ext.plan import holders
+from orbax_ext.plan.holders import ABSENT, Columns, StoredChunks
+from orbax_ext.plan.leaves import Leaf
+from orbax_ext.plan.topology import MeshInfo
+from orbax_ext.plan.volumes import relay_traffic
+
+# 4 processes x 2 devices.
+ONE_HOST = MeshInfo(("dp", "tp"), (4, 2), (0, 0, 1, 1, 2, 2, 3, 3))
+TWO_HOSTS = MeshInfo(("dp", "tp"), (2, 4), (0, 0, 1, 1, 2, 2, 3, 3))
+
+SHARDED, REPLICATED = (("tp",), ()), ((), ())
+GROUP = 1 << 20
+
+
+def leaf(mesh: MeshInfo, spec: tuple[tuple[str, ...], ...] = SHARDED, rows: int = 8, width: int = 8) -> Leaf:
+    parts = mesh.sizes["tp"] if spec == SHARDED else 1
+    return Leaf("leaf", (rows, width), "float32", 4, (rows // parts, width), mesh=0, spec=spec)
+
+
+def test_one_device_of_each_process_receives_what_several_need() -> None:
+    assert Columns(ONE_HOST, REPLICATED).table.tolist() == [[0], [2], [4], [6]]
+    assert Columns(ONE_HOST, SHARDED).table.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_all_devices_are_listed_where_columns_would_differ_in_length() -> None:
+    uneven = MeshInfo(("dp", "tp"), (2, 2), (0, 0, 0, 1))
+    assert Columns(uneven, SHARDED).table.tolist() == [[0, 1], [2, 3]]
+
+
+def test_blocks_are_numbered_as_the_spec_cuts_them() -> None:
+    mesh = MeshInfo(("a", "b", "c"), (2, 2, 2), tuple(range(8)))
+    columns = Columns(mesh, (("b", "a"), ()))  # b varies slowest
+    assert columns.axes == ("c",)
+    assert columns.blocks == ((0, 0), (2, 0), (1, 0), (3, 0))
+
+
+def test_a_device_loads_the_block_that_it_needs() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    stored = StoredChunks((8, 8), (2, 8), frozenset({(2, 0), (3, 0)}))
+    assert columns.loads(3, leaf(TWO_HOSTS), stored) == (2, 3)
+
+
+def test_a_device_loads_a_block_for_others_if_its_own_is_not_there() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    stored = StoredChunks((8, 8), (2, 8), frozenset({(2, 0), (3, 0)}))
+    assert columns.loads(0, leaf(TWO_HOSTS), stored) == (2, 3)
+    assert columns.loads(0, leaf(TWO_HOSTS), StoredChunks((8, 8), (2, 8), frozenset({(1, 0), (3, 0)}))) == (3, 1)
+
+
+def test_blocks_are_loaded_from_other_chunks_if_all_of_them_are_there() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    halves = StoredChunks((8, 8), (1, 4), frozenset({(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)}))
+    assert columns.loads(0, leaf(TWO_HOSTS), halves) == (0, ABSENT)
+
+
+def test_an_array_of_another_shape_is_not_loaded() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    assert columns.loads(0, leaf(TWO_HOSTS), StoredChunks((16, 8), (2, 8), frozenset({(0, 0)}))) == (ABSENT, ABSENT)
+
+
+def test_nothing_travels_if_all_have_it() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    plan = holders.plan_relays([leaf(ONE_HOST)], {0: columns}, {0: columns.complete}, GROUP)
+    assert plan == holders.LocalPlan((0,), ())
+
+
+def test_each_holder_sends_to_one_that_lacks_it() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    moves, senders = holders.schedule((0, 1, ABSENT, ABSENT, 0, 1, 0, 1), columns, 100, defaultdict(int))
+    assert senders == ()
+    assert moves == ((0, 2), (5, 3))  # process 0 has sent a block already
+
+
+def test_a_single_holder_of_four_sends_by_a_sum() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    moves, senders = holders.schedule((ABSENT,) * 6 + (0, 1), columns, 100, defaultdict(int))
+    assert (moves, senders) == ((), (6, 7))
+
+
+def test_senders_of_many_leaves_send_as_much_as_each_other() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    leaves = [leaf(ONE_HOST, rows=512, width=1024) for _ in range(12)]
+    loaded = dict.fromkeys(range(12), (ABSENT, ABSENT, 0, 1, 0, 1, 0, 1))
+    plan = holders.plan_relays(leaves, columns_of(12, columns), loaded, 4 << 20)
+    sent = [sum(one.sent for one in relay_traffic(plan.groups, columns_of(12, columns), leaves, p)) for p in range(4)]
+    assert sent == [0, *[leaves[0].block_bytes * 12 * 2 // 3] * 3]
+    assert max(group.device_bytes for group in plan.groups) <= 4 << 20
+
+
+def columns_of(count: int, columns: Columns) -> dict[int, Columns]:
+    return dict.fromkeys(range(count), columns)
+
+
+def test_small_leaves_with_the_same_holders_travel_as_one_vector() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    loaded = {
+        0: (ABSENT, ABSENT, *(0, 1) * 3),
+        1: (ABSENT, ABSENT, *(0, 1) * 3),
+        2: (0, 1, ABSENT, ABSENT, *(0, 1) * 2),
+    }
+    plan = holders.plan_relays([leaf(ONE_HOST)] * 3, columns_of(3, columns), loaded, GROUP)
+    assert [group.leaves for group in plan.groups] == [(0, 1), (2,)]
+    assert [relay.words for group in plan.groups for relay in group.relays] == [2 * 4 * 8, 4 * 8]
+
+
+def test_gaps_are_dealt_out_among_those_that_need_the_block() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    loaded = dict.fromkeys(range(2), (0, 1, ABSENT, ABSENT, 0, 1, ABSENT, ABSENT))
+    gaps = holders.find_gaps([leaf(TWO_HOSTS)] * 2, columns_of(2, columns), loaded)
+    assert gaps.leaves == frozenset()
+    assert gaps.blocks == {0: {2: 2, 7: 3}, 1: {2: 2, 7: 3}}
+
+
+def test_leaves_that_nobody_has_are_read_whole() -> None:
+    columns = Columns(TWO_HOSTS, SHARDED)
+    loaded = {0: (ABSENT,) * 8, 1: columns.complete}
+    gaps = holders.find_gaps([leaf(TWO_HOSTS)] * 2, columns_of(2, columns), loaded)
+    assert gaps == holders.Gaps(frozenset({0}), {})
+    assert holders.fill(loaded, gaps) == {1: columns.complete}
+
+
+def test_leaves_that_travel_with_a_damaged_one_are_taken_out_with_it() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    leaves = [leaf(ONE_HOST), leaf(ONE_HOST), leaf(ONE_HOST, rows=512, width=1024)]
+    loaded = dict.fromkeys(range(3), (ABSENT, ABSENT, *(0, 1) * 3))
+    (group,) = holders.plan_relays(leaves, columns_of(3, columns), loaded, 4 << 20).groups
+    assert group.without([1]).leaves == (2,)
+    assert group.without([2]).leaves == (0, 1)
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=st.data())
+def test_every_device_has_its_block_in_the_end(data: st.DataObject) -> None:
+    replicas, hosts, devices = (data.draw(st.integers(1, most)) for most in (5, 3, 3))
+    processes = tuple(np.repeat(range(replicas * hosts), devices).tolist())
+    mesh = MeshInfo(("dp", "tp"), (replicas, hosts * devices), processes)
+    columns = Columns(mesh, data.draw(st.sampled_from([SHARDED, REPLICATED])))
+    size = len(columns.owners)
+    draw = st.one_of(st.just(True), st.booleans(), st.integers(0, columns.count - 1))
+    drawn = [data.draw(draw) for _ in range(size)]
+    loaded = tuple(
+        (at % columns.count if entry else ABSENT) if isinstance(entry, bool) else entry
+        for at, entry in enumerate(drawn)
+    )
+    leaves = [leaf(mesh, rows=12, width=12)]
+    gaps = holders.find_gaps(leaves, {0: columns}, {0: loaded})
+    if gaps.leaves:
+        return
+    filled = holders.fill({0: loaded}, gaps)[0]
+    assert set(filled) >= set(range(columns.count))
+    moves, senders = holders.schedule(filled, columns, 1, defaultdict(int))
+    assert arrived(filled, columns, moves, senders) == columns.complete
+
+
+def arrived(
+    loaded: holders.Loaded, columns: Columns, moves: tuple[tuple[int, int], ...], senders: tuple[int, ...]
+) -> holders.Loaded:
+    """Returns which block each device has after the moves and the sum."""
+    assert len({sender for sender, _ in moves}) == len({receiver for _, receiver in moves}) == len(moves)
+    after = list(loaded)
+    for sender, receiver in moves:
+        after[receiver] = loaded[sender]
+    if senders:
+        assert sorted(at % columns.count for at in senders) == list(range(columns.count))
+        by_column = {at % columns.count: after[at] for at in senders}
+        after = [by_column[at % columns.count] for at in range(len(after))]
+    return tuple(after)

@@ -1,0 +1,153 @@
+"""Orbax's emergency manager: saves and restores through it, and the loss of hosts. Run on the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import flags
+from jax.sharding import Mesh
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
+
+import orbax_ext
+from orbax_ext.report.report import publish
+from tests.support import fault_injection, states
+from tests.support.states import MeshSpec, P, Spec
+
+ONE_HOST = MeshSpec((4, 2), ("dp", "tp"))  # 4 processes x 2 devices: a replica is one process
+TWO_HOSTS = MeshSpec((2, 4), ("dp", "tp"))  # a replica spans two processes
+SWAPPED_REPLICAS = MeshSpec((2, 4), ("dp", "tp"), devices=(4, 5, 6, 7, 0, 1, 2, 3))  # the other replica is the primary
+SWAPPED_HOSTS = MeshSpec((2, 4), ("dp", "tp"), devices=(0, 1, 2, 3, 6, 7, 4, 5))  # the last two hosts change places
+
+STATE = {
+    "weights": Spec((64, 128), "bfloat16", P("tp")),
+    "embedding": Spec((16, 64), "float32", P(None, "tp")),
+    "bias": Spec((24,), "float32"),
+    "quantized": Spec((8, 16), "int8", P("tp", None)),
+    "mask": Spec((32,), "bool"),
+    "step": Spec((), "int32"),
+    # Too large to be packed.
+    "layer_0": Spec((512, 512), "float32", P("tp")),
+    "layer_1": Spec((512, 512), "bfloat16", P("tp")),
+    "replicated": Spec((64, 1024), "float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restore on one process."""
+
+    differences: list[str]
+    error: str = ""  # type and message
+    lines: tuple[str, ...] = ()  # that were logged
+    strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def save(
+    root: str,
+    specs: Mapping[str, Spec],
+    mesh: MeshSpec,
+    *,
+    steps: tuple[int, ...] = (1,),
+    persistent_every: int = 1,
+    persistent: str = "persistent",
+) -> None:
+    """Saves steps: the primary replica to persistent storage, all others each to the directory of their host."""
+    made = mesh.make()
+    with manager(root, specs, made, persistent_every=persistent_every, persistent=persistent) as running:
+        for step in steps:
+            running.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(states.make_state(specs, made))))
+        running.wait_until_finished()
+
+
+def restore(
+    root: str,
+    specs: Mapping[str, Spec],
+    mesh: MeshSpec,
+    step: int | None = 1,
+    *,
+    implementation: str = "ours",
+    context: str = "none",
+    knobs: Mapping[str, Any] | None = None,
+    fault: tuple[int, str] = (0, "none"),
+    times: int = 1,
+    manager_first: bool = False,
+) -> Restored:
+    """Restores a step through a manager that is made in the caller's mesh scope; returns what differs.
+
+    `fault` is a process and one of `FAULTS`; `manager_first` makes the manager before orbax_ext is registered.
+    """
+    made = mesh.make()
+    publish(None)
+    registered = orbax_ext.registered(**{"progress": False, "stall_timeout": 20.0, **(knobs or {})})
+    with contextlib.ExitStack() as stack, states.logged() as lines:
+        try:
+            if not manager_first:
+                stack.enter_context(states.in_context(context, made))
+                stack.enter_context(registered if implementation == "ours" else contextlib.nullcontext())
+            running = stack.enter_context(manager(root, specs, made))
+            if manager_first:
+                stack.enter_context(states.in_context(context, made))
+                stack.enter_context(registered)
+            rank, kind = fault
+            for number in range(times):
+                with fault_injection.on(rank, FAULTS[kind] if number == 0 else contextlib.nullcontext):
+                    restored = running.restore(step).state
+                    jax.block_until_ready(restored)
+        except Exception as error:
+            return Restored([], f"{type(error).__name__}: {error}", tuple(lines))
+    report = orbax_ext.last_report()
+    return Restored(states.differences(restored, specs, made), "", tuple(lines), report.strategy if report else {})
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "none": contextlib.nullcontext,
+    "read error": fault_injection.read_error,
+    "late": fault_injection.slow_reads,
+    "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
+}
+
+
+def restore_after_failure(root: str, specs: Mapping[str, Spec], mesh: MeshSpec) -> tuple[str, Restored]:
+    """Returns the error of a restore in which process 0 can't read from storage, and the restore after it."""
+    failed = restore(root, specs, mesh, fault=(0, "read error"))
+    return failed.error, restore(root, specs, mesh)
+
+
+@contextlib.contextmanager
+def manager(
+    root: str, specs: Mapping[str, Spec], mesh: Mesh, *, persistent_every: int = 1, persistent: str = "persistent"
+) -> Any:
+    """Returns an emergency manager, with a local directory for each process."""
+    _initialize()
+    directories = f"{root}/host{jax.process_index()}", f"{root}/{persistent}"
+    for directory in directories:
+        os.makedirs(directory, exist_ok=True)
+    options = emergency.CheckpointManagerOptions(
+        local=emergency.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=2),
+        persistent=emergency.PersistentCheckpointOptions(save_interval_steps=persistent_every, max_to_keep=2),
+        replica_axis_index=mesh.axis_names.index("dp"),
+    )
+    made = emergency.CheckpointManager(*directories, mesh, states.abstract_state(specs, mesh), options=options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@functools.cache
+def _initialize() -> None:
+    """Does what a program must have done before it makes an emergency manager, once in each process."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv[:1])
+    multihost.initialize_runtime_to_distributed_ids()
+    multihost.initialize_distributed_to_device_ids()

@@ -1,0 +1,46 @@
+"""Exchanges among the devices of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In a process of its own, because the number of devices can't be changed once JAX has started.
+RELAYS = """
+import jax, jax.numpy as jnp, numpy as np
+from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.collectives import RelayOp, exchange_among
+
+devices = np.array(jax.devices()).reshape(4, 2)
+exchange = exchange_among(tuple(map(tuple, devices)))
+exchange.connect_all()
+
+def check(name, moves, senders, sources):
+    dtype = jnp.dtype(name)
+    most = 2 if name == "bool" else 256
+    bits = np.random.default_rng(0).integers(0, most, (8, dtype.itemsize * 3)).astype(np.uint8)
+    operand = {d: jax.device_put(row.view(dtype), d) for d, row in zip(devices.ravel(), bits, strict=True)}
+    op = RelayOp(Block((3,), dtype), moves, senders, 8)
+    exchange.compile((op,))
+    (out,) = exchange.run((op,), [operand])
+    for place, source in enumerate(sources):
+        assert np.asarray(out[devices.ravel()[place]]).tobytes() == bits[source].tobytes(), (name, place, source)
+
+for name in ("float32", "bfloat16", "int8", "bool", "complex64"):
+    check(name, ((2, 0), (5, 1)), (), [2, 5, 2, 3, 4, 5, 6, 7])  # each device receives once or keeps what it has
+    check(name, (), (6, 3), [6, 3, 6, 3, 6, 3, 6, 3])
+    check(name, ((0, 1),), (2, 1), [2, 0, 2, 0, 2, 0, 2, 0])  # a device that has received sends it on
+print("exact")
+"""
+
+
+def test_relays_move_blocks_bit_for_bit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RELAYS],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
+        check=False,
+    )
+    assert done.stdout == "exact\n", done.stderr
