@@ -31,7 +31,7 @@ from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.plan.forecast import notation
 from orbax_ext.registration import pytree_handler, restore_args
 from orbax_ext.storage import checkpoint, s3
-from orbax_ext.storage.checkpoint import LeafFacts, StoredTree
+from orbax_ext.storage.checkpoint import LeafFacts, MappedSpecs, StoredTree
 from orbax_ext.upstream.runtime import coordination_client
 
 Path = str | os.PathLike[str]
@@ -146,12 +146,28 @@ def _describe(tree: StoredTree, mesh: Mesh | None, specs: SpecRules | None, dtyp
     rules, cast = _rules(mesh, specs), _cast(dtype)
     mapped = checkpoint.map_specs(tree.leaves, rules, None if mesh is None else dict(mesh.shape))
     if jax.process_index() == 0:
-        where = "one device" if mesh is None else f"mesh {text_lib.mesh(dict(mesh.shape))}"
-        logging.info("orbax_ext: %s on %s: %s", tree.path, where, "; ".join(mapped.lines()))
-        for pattern in mapped.unused:
-            logging.warning("orbax_ext: the pattern %r of specs matches no leaf", pattern)
+        _log(tree, mesh, mapped)
     leaves = {leaf.name: _abstract_leaf(leaf, mesh, mapped.specs[leaf.name], cast) for leaf in tree.leaves}
     return jax.tree.map(leaves.__getitem__, tree.names())
+
+
+def _log(tree: StoredTree, mesh: Mesh | None, mapped: MappedSpecs) -> None:
+    where = "one device" if mesh is None else f"mesh {text_lib.mesh(dict(mesh.shape))}"
+    logging.info("orbax_ext: %s on %s: %s", tree.path, where, "; ".join(mapped.lines()))
+    for pattern in mapped.unused:
+        logging.warning("orbax_ext: the pattern %r of specs matches no leaf", pattern)
+    wide = [leaf.name for leaf in tree.leaves if leaf.kind == "jax.Array" and _is_too_wide(leaf.dtype)]
+    if wide:
+        logging.warning(
+            "orbax_ext: JAX cuts %s with 64 bits to 32, as plain Orbax does, because jax_enable_x64 is off: %s",
+            text_lib.count(len(wide), "leaf"),
+            text_lib.listing(wide),
+        )
+
+
+def _is_too_wide(dtype: str) -> bool:
+    """Returns whether JAX does not make arrays of this dtype now."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != np.dtype(dtype))
 
 
 def _rules(mesh: Mesh | None, specs: SpecRules | None) -> list[notation.Rule]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from orbax_ext import lab
-from tests.support import states, undescribed
+from tests.support import s3_server, states, undescribed
 from tests.support.checkpoints import FORMATS
 
 TOPOLOGIES = {"1x1": (1, 1), "1x8": (1, 8), "2x4": (2, 4), "8x1": (8, 1)}
@@ -91,6 +91,20 @@ def test_a_missing_process_is_named_within_the_limit(
     for message, kinds in [result for result in results if result is not None]:
         assert "process 2" in message
         assert "RestoreTimeoutError" in kinds
+
+
+def test_a_checkpoint_on_s3_is_restored_by_new_processes(s3_port: int) -> None:
+    """They find the server by the usual variables; nobody enables S3."""
+    s3_server.make_bucket(s3_port, "undescribed")
+    url = f"http://127.0.0.1:{s3_port}"
+    with lab.Cluster(2, 4, env={**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1"}) as job:
+        job.run(undescribed.save_on_s3, "s3://undescribed/run")
+        job.stop()  # and start again
+        assert job.run(undescribed.restore_from_s3, "s3://undescribed/run") == [([], False)] * 2
+        assert sum(reads for reads, _ in job.run(undescribed.count_reads, "s3://undescribed/run")) == 1
+        for message, kinds in job.run(undescribed.refuse, "s3://undescribed/other"):
+            assert "s3://undescribed/other does not exist" in message
+            assert "ValueError" in kinds
 
 
 def test_it_works_without_and_before_jax_distributed(checkpoints: dict[tuple[str, str], str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import unittest.mock
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import orbax_ext
-from orbax_ext.storage import checkpoint
+from orbax_ext.storage import checkpoint, s3
 from tests.support import plain_orbax, states
 from tests.support.checkpoints import FORMATS
 from tests.support.states import MeshSpec, P, Spec
@@ -60,8 +61,8 @@ def others_restored() -> dict[str, Any]:
     return {**others(), "tuple": [3, None], "moments": {"mu": 4, "nu": 5.5}}
 
 
-def save(path: str, api: str, form: str) -> None:
-    mesh = SAVED_ON.make()
+def save(path: str, api: str, form: str, on: MeshSpec = SAVED_ON) -> None:
+    mesh = on.make()
     state = {"arrays": states.make_state(ARRAYS, mesh), **others(), "key": _key(mesh)}
     zarr3, ocdbt = FORMATS[form]
     if api == "v0":
@@ -74,6 +75,16 @@ def save(path: str, api: str, form: str) -> None:
     saving = options.Saving(use_zarr3=zarr3, use_ocdbt=ocdbt)
     with ocp_v1.Context(array_options=options(saving=saving)):
         getattr(ocp_v1, "save", ocp_v1.save_pytree)(path, state)
+
+
+def save_on_s3(path: str) -> None:
+    with s3.enabled_for(path):
+        save(path, "v0", "zarr2 in OCDBT", MeshSpec((2, 2, 2), ("pp", "dp", "tp")))
+
+
+def restore_from_s3(path: str) -> tuple[list[str], bool]:
+    """Returns where the result is not what was saved, and whether S3 is still enabled afterwards."""
+    return restore(path), s3.s3_enabled()
 
 
 def _key(mesh: Mesh) -> jax.Array:
@@ -148,20 +159,10 @@ def restore_into_abstract(path: str) -> list[str]:
 
 def count_reads(path: str) -> tuple[int, list[str]]:
     """Returns how often this process read metadata for `abstract`, and the lines of its log about the mapping."""
-    reads = []
-    original = checkpoint.read_tree
-
-    def read_tree(*args: Any) -> checkpoint.StoredTree:
-        reads.append(args)
-        return original(*args)
-
-    checkpoint.read_tree = read_tree
-    try:
-        with states.logged() as lines:
-            orbax_ext.abstract(path, mesh_here())
-    finally:
-        checkpoint.read_tree = original
-    return len(reads), [line for line in lines if " on mesh " in line]
+    reading = unittest.mock.patch.object(checkpoint, "read_tree", wraps=checkpoint.read_tree)
+    with reading as read_tree, states.logged() as lines:
+        orbax_ext.abstract(path, mesh_here())
+    return read_tree.call_count, [line for line in lines if " on mesh " in line]
 
 
 def refuse(path: str, **arguments: Any) -> tuple[str, list[str]]:

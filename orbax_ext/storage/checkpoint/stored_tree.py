@@ -72,8 +72,7 @@ def read_tree(path: epath.PathLike, step: int | None = None, item: str | None = 
     """
     found = _choose_item(path, items_of(path, step), item)
     if lost := [leaf.name for leaf in found.leaves if leaf.problem]:
-        arrays = text_lib.count(len(lost), "array")
-        raise NotACheckpointError(f"{found.path} is damaged: {arrays} are missing: {text_lib.listing(lost)}")
+        raise NotACheckpointError(f"{found.path} is damaged: these arrays are missing: {text_lib.listing(lost)}")
     file = epath.Path(found.path) / TREE_METADATA
     if not file.exists():
         raise NotACheckpointError(f"{found.path} has no file {TREE_METADATA}, so its tree is not known")
