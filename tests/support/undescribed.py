@@ -101,9 +101,7 @@ def mesh_here() -> Mesh:
 def restore(path: str, **knobs: Any) -> list[str]:
     """Restores onto `mesh_here()` and returns where the result is not what was saved."""
     mesh = mesh_here()
-    restored = orbax_ext.restore(path, mesh, **knobs)
-    specs = {name: Spec(spec.shape, spec.dtype, _mapped(name, spec, mesh)) for name, spec in ARRAYS.items()}
-    return states.differences(restored["arrays"], specs, mesh) + _other_differences(restored)
+    return _differences(orbax_ext.restore(path, mesh, **knobs), mesh)
 
 
 def restore_on_one_device(path: str) -> list[str]:
@@ -119,6 +117,11 @@ def _mapped(name: str, spec: Spec, mesh: Mesh) -> P:
     if name == "uneven" and mesh.shape["dp"] in (1, 2):
         return spec.spec
     return MAPPED.get(name, spec.spec)
+
+
+def _differences(restored: dict[str, Any], mesh: Mesh) -> list[str]:
+    specs = {name: Spec(spec.shape, spec.dtype, _mapped(name, spec, mesh)) for name, spec in ARRAYS.items()}
+    return states.differences(restored["arrays"], specs, mesh) + _other_differences(restored)
 
 
 def _other_differences(restored: dict[str, Any]) -> list[str]:
@@ -146,15 +149,18 @@ def restore_with_plain_orbax(path: str, api: str) -> str:
     return ""
 
 
-def restore_into_abstract(path: str) -> list[str]:
+def restore_into_abstract(path: str, api: str) -> list[str]:
     """Restores with plain Orbax into the abstract tree; returns where the result is not what was saved."""
     mesh = mesh_here()
     abstract = orbax_ext.abstract(path, mesh)
-    args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))
-    with ocp.CheckpointManager(path, item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
-        restored = manager.restore(3, args=args)
-    specs = {name: Spec(spec.shape, spec.dtype, _mapped(name, spec, mesh)) for name, spec in ARRAYS.items()}
-    return states.differences(restored["arrays"], specs, mesh) + _other_differences(restored)
+    if api == "v0":
+        args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))
+        with ocp.CheckpointManager(path, item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
+            return _differences(manager.restore(3, args=args), mesh)
+    try:
+        return _differences(getattr(ocp_v1, "load", ocp_v1.load_pytree)(path, abstract), mesh)
+    except ValueError as error:
+        return [str(error)]
 
 
 def count_reads(path: str) -> tuple[int, list[str]]:
