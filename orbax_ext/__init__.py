@@ -15,6 +15,7 @@ version.check_orbax_version(version.orbax_version())
 
 if _typing.TYPE_CHECKING:
     from orbax_ext import storage, v1
+    from orbax_ext.abstract_state import abstract, restore
     from orbax_ext.errors import (
         DataMismatchError,
         MeetingTimeoutError,
@@ -53,6 +54,7 @@ __all__ = [
     "RestoreTimeoutError",
     "ValidRestore",
     "__version__",
+    "abstract",
     "barrier",
     "canonical_spec",
     "device_put_replicated",
@@ -63,6 +65,7 @@ __all__ = [
     "register",
     "registered",
     "replicate",
+    "restore",
     "restore_args",
     "restore_latest_valid",
     "shard",
@@ -75,7 +78,15 @@ __all__ = [
 ]
 
 _SUBMODULES = ("errors", "handler", "options", "placement", "report", "storage", "v1")  # `orbax_ext.errors` and so on
-_HOMES = ("errors", "placement", "report.report", "handler", "registration", "latest")  # in order of their weight
+_HOMES = (
+    "errors",
+    "placement",
+    "report.report",
+    "handler",
+    "registration",
+    "abstract_state",
+    "latest",
+)  # in order of their weight
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -27,7 +27,15 @@ LAYERS = (
     {"request"},
     {"transfer"},
     {"handler"},
-    {"registration", "v1", "latest", "emergency", "background", "orbax_ext"},  # orbax_ext is __init__.py
+    {
+        "registration",
+        "v1",
+        "latest",
+        "emergency",
+        "background",
+        "abstract_state",
+        "orbax_ext",
+    },  # orbax_ext is __init__.py
     {"lab"},
     {"cli", "__main__"},
 )

@@ -36,11 +36,9 @@ def readable_checkpoint(path: str) -> Iterator[None]:
     """Enables s3:// while a command reads `path`; raises `UserError` if the path can't be read."""
     from orbax_ext.storage import checkpoint, s3  # they import JAX, which some commands with files do not need
 
-    enabled = s3.is_s3(path) and not s3.s3_enabled()
-    if enabled:
-        s3.enable_s3()
     try:
-        yield
+        with s3.enabled_for(path):
+            yield
     except checkpoint.UnfinishedError as error:
         remedy = "Give a committed step; `orbax-ext inspect` on the parent lists them."
         raise exits.UserError(f"{error}. {remedy}") from None
@@ -48,6 +46,3 @@ def readable_checkpoint(path: str) -> Iterator[None]:
         raise exits.UserError(str(error)) from None
     except OSError as error:
         raise exits.UserError(f"{path} can't be read: {error}") from None
-    finally:
-        if enabled:
-            s3.disable_s3()

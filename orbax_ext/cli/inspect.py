@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_ext import text as text_lib
-from orbax_ext.cli import arguments, files
+from orbax_ext.cli import arguments, exits, files, restore_code
+from orbax_ext.plan.forecast import notation
 from orbax_ext.storage import checkpoint
 from orbax_ext.storage.checkpoint import CheckpointItem, ManagerDirectory, SavedStep, StoredLeaf
 
@@ -20,6 +21,7 @@ EPILOG = """examples:
   orbax-ext inspect /ckpt/run7               the steps, which of them are committed, how large they are
   orbax-ext inspect /ckpt/run7 --step 1200   the tree of one step: shapes, dtypes, chunks, bytes
   orbax-ext inspect s3://bucket/run7/1200 --json
+  orbax-ext inspect /ckpt/run7 --code --mesh dp=2,tp=4     the Python that restores the newest step on that mesh
 
 Reads metadata only and needs no devices. Exit code 0: the checkpoint is complete; 1: no step is committed, or arrays
 are missing; 2: the path is not a checkpoint, or its save never finished.
@@ -29,10 +31,19 @@ are missing; 2: the path is not a checkpoint, or its save never finished.
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help=arguments.CHECKPOINT)
     parser.add_argument("--step", type=int, help="the step of a CheckpointManager's directory (default: list all)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument("--code", action="store_true", help="print the Python that restores it")
+    parser.add_argument("--mesh", metavar="AXES", help="with --code: the mesh, such as dp=2,tp=4 (default: one device)")
+    arguments.add_spec(parser)
 
 
 def run(args: argparse.Namespace) -> bool:
+    if args.code:
+        print(_code(args))
+        return True
+    if args.mesh or args.spec:
+        raise exits.UserError("--mesh and --spec are for --code: the stored specs are shown as they were saved")
     with files.readable_checkpoint(args.checkpoint):
         contents = checkpoint.inspect(args.checkpoint, args.step)
     if isinstance(contents, ManagerDirectory):
@@ -41,6 +52,19 @@ def run(args: argparse.Namespace) -> bool:
     data = {"path": args.checkpoint, "items": [_item_data(item) for item in contents]}
     print(json.dumps(data, indent=2) if args.json else "\n\n".join(_item_text(item) for item in contents))
     return not any(leaf.problem for item in contents for leaf in item.leaves)
+
+
+def _code(args: argparse.Namespace) -> str:
+    with files.readable_checkpoint(args.checkpoint):
+        items = [path.name for path in checkpoint.locate(args.checkpoint, args.step)]
+        try:
+            mesh = notation.parse_mesh(args.mesh) if args.mesh else None
+            rules = [notation.parse_rule(text) for text in args.spec]
+            if rules and not mesh:
+                raise ValueError("--spec needs a mesh: give --mesh too")
+            return restore_code.restore_code(args.checkpoint, args.step, mesh, rules, items)
+        except ValueError as error:
+            raise exits.UserError(str(error)) from None
 
 
 def _manager_text(manager: ManagerDirectory) -> str:

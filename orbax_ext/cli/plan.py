@@ -40,8 +40,8 @@ A file can describe a model that is not saved yet, in JSON or with one array on 
   step                     int32     ()
 The columns are the name ({0..60} stands for 61 arrays), dtype, shape, spec (default: --spec, else a copy on every
 device) and stored chunk (default: what one device of this mesh holds). Leaves of a checkpoint keep the spec that they
-were saved with where it fits the mesh, unless --spec matches them. Devices are assigned to processes in the order of
-the mesh; the last axis runs fastest.
+were saved with as far as it fits the mesh, unless --spec matches them. Devices are assigned to processes in the order
+of the mesh; the last axis runs fastest.
 
 Exit code 0: the state fits into the devices' memory; 1: it does not; 2: the arguments or files are wrong.
 """
@@ -144,7 +144,7 @@ def _notes(
     notes = []
     if unfit:
         reason = next(iter(unfit.values()))
-        notes.append(f"taken as copies, because their own spec does not fit ({reason}): {text_lib.listing(unfit)}")
+        notes.append(f"sharded less, because their own spec does not fit ({reason}): {text_lib.listing(unfit)}")
     for rule in rules:
         if not any(rule.matches(leaf.name) for leaf in leaves):
             notes.append(f"--spec {rule.pattern!r} matches no leaf")

@@ -282,3 +282,73 @@ def test_a_checkpoint_of_another_release_is_described(
     theirs, ours = look(capsys, tmp_path / "run" / "12")["items"], look(capsys, saved / "12")["items"]
     assert theirs[0]["leaves"] == ours[0]["leaves"]
     assert sys.executable != python
+
+
+def run_code(code: str, devices: int, tail: str) -> str:
+    """Runs printed code in a process with this many devices; returns what `tail` prints."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{tail}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def print_code(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    assert main.main(["inspect", "--code", *map(str, args)]) == exits.EXIT_OK
+    return capsys.readouterr().out
+
+
+def test_the_printed_code_restores_on_the_mesh(saved: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = print_code(capsys, saved, "--step", 1, "--mesh", "x=2,tp=4", "--spec", "*.layers.*=P((x,tp))")
+    assert f"orbax_ext.restore('{saved}', mesh, step=1, specs=specs)" in code
+    assert "# " + str(saved / "1" / "default") in code
+    assert "1 leaf as the given specs say: params.layers.0" in code
+    tail = "print([tuple(a.sharding.spec) for a in jax.tree.leaves(state['params'])], state['name'], mesh.size)"
+    assert run_code(code, 8, tail) == "[(None, 'tp'), (('x', 'tp'),)] a string 8"
+
+
+def test_without_a_mesh_the_printed_code_restores_on_one_device(
+    saved: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(saved.parent)
+    code = print_code(capsys, "run")
+    assert f"state = orbax_ext.restore('{saved}')" in code  # the absolute path
+    assert run_code(code, 2, "print(state['step'].sharding.num_devices, int(state['step']))") == "1 7"
+
+
+def test_the_printed_code_restores_each_of_several_items(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        items = {name: ocp.args.StandardSave({"w": jnp.full(2, number)}) for number, name in enumerate(("a", "b"))}
+        manager.save(5, args=ocp.args.Composite(**items))
+    code = print_code(capsys, tmp_path / "run")
+    assert run_code(code, 1, "print({name: tree['w'].tolist() for name, tree in state.items()})") == (
+        "{'a': [0, 0], 'b': [1, 1]}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "tp"], "'tp' in the mesh 'tp' is not NAME=SIZE"),
+        (["--mesh", "tp=8", "--spec", "step=P(tp)"], "1 entries for 0 dimensions"),
+        (["--mesh", "tp=8", "--spec", "*.large=P(dp)"], "names the axis 'dp', which the mesh (tp=8) lacks"),
+        (["--spec", "step=P()"], "--spec needs a mesh"),
+    ],
+)
+def test_code_for_a_mesh_or_spec_that_does_not_fit_is_refused(
+    saved: pathlib.Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(capsys, saved, "--code", *arguments)
+
+
+def test_a_mesh_without_code_is_refused(saved: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "are for --code" in refused(capsys, saved, "--mesh", "tp=8")

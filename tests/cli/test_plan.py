@@ -62,7 +62,7 @@ def test_a_checkpoint_is_planned_with_the_specs_that_it_was_saved_with(
     assert large < found["bytes_per_device"]
     assert found["notes"] == ["--spec 'nobody' matches no leaf"]
     found = plan(capsys, tmp_path / "run", "--mesh", "x=8", "--processes", 8)
-    assert "taken as copies" in found["notes"][0]
+    assert "sharded less" in found["notes"][0]
     assert "params.large" in found["notes"][0]
 
 

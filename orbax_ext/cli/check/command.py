@@ -35,8 +35,8 @@ EPILOG = """examples:
 
 Start it as you start your job: JAX finds the other processes by itself under Slurm, Open MPI and Kubernetes. Without
 --mesh, the mesh is the one that the checkpoint was saved on if this job has as many devices, else one axis over all
-devices with a copy of everything on each. Leaves keep the sharding that they were saved with where it fits that mesh;
---spec changes it. Process 0 prints the verdict.
+devices with a copy of everything on each. Leaves keep the sharding that they were saved with as far as it fits that
+mesh; --spec changes it. Process 0 prints the verdict.
 
 Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong.
 """

@@ -72,7 +72,7 @@ def _rehearse_item(
     """Restores one item; returns the result with what this adds to it."""
     mesh, mesh_from = _together(session, "make the mesh", lambda: _mesh(request, item))
     specs, unfit = _together(session, "choose specs", lambda: target.choose_specs(request, item, mesh.shape))
-    unfit_note = "restored as copies, because the sharding they were saved with does not fit this mesh"
+    unfit_note = "sharded less, because the sharding they were saved with does not fit this mesh"
     result = dataclasses.replace(
         result,
         path=item.path,

@@ -50,7 +50,7 @@ def choose_mesh(
 def choose_specs(
     request: CheckRequest, item: checkpoint.CheckpointItem, mesh: Mapping[str, int]
 ) -> tuple[Specs, list[str]]:
-    """Returns the specs, and the names of the leaves whose saved sharding does not fit the mesh: they become copies.
+    """Returns the specs, and the names of the leaves that are sharded less than saved, as the mesh requires it.
 
     Raises `ValueError` if a rule of the request does not fit a leaf.
     """

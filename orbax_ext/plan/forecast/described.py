@@ -63,7 +63,7 @@ def parse_shapes(text: str) -> list[Described]:
 def place(
     described: Sequence[Described], mesh: MeshInfo, rules: Sequence[notation.Rule]
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """Returns the arrays as leaves on a mesh, and by name why some cannot have the spec that they were saved with."""
+    """Returns the arrays as leaves on a mesh, and by name why some have less than the spec they were saved with."""
     leaves, unfit = [], {}
     for array in described:
         spec, reason = choose_spec(array.name, array.shape, array.spec or (), rules, mesh.sizes)
@@ -90,14 +90,13 @@ def place(
 def choose_spec(
     name: str, shape: Sequence[int], known: notation.Spec, rules: Sequence[notation.Rule], mesh: Mapping[str, int]
 ) -> tuple[notation.Spec, str]:
-    """Returns the spec of a leaf: of the first rule that matches, else the known one; if that does not fit, () and why.
+    """Returns the spec of a leaf: of the first rule that matches, else what fits of the known one and why that is less.
 
     Raises `ValueError` if the spec of a rule does not fit.
     """
     rule = next((rule for rule in rules if rule.matches(name)), None)
     if rule is None:
-        reason = notation.why_not(known, shape, mesh)
-        return ((), reason) if reason else (known, "")
+        return notation.fitted(known, shape, mesh)
     if reason := notation.why_not(rule.spec, shape, mesh):
         raise ValueError(f"the spec for {rule.pattern!r} does not fit {name} of shape {tuple(shape)}: {reason}")
     return rule.spec, ""

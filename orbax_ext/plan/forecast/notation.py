@@ -93,6 +93,30 @@ def why_not(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
     return ""
 
 
+def fitted(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[Spec, str]:
+    """Returns as much of a spec as an array of this shape can have on this mesh, and why that is less; "" if it is all.
+
+    Axes that the mesh lacks are left out. A dimension that the remaining axes do not divide is not sharded.
+    """
+    lacking = dict.fromkeys(axis for axes in spec for axis in axes if axis not in mesh)
+    reasons = [f"the mesh {text_lib.mesh(mesh)} lacks the axis {axis!r}" for axis in lacking]
+    entries: list[tuple[str, ...]] = []
+    for dim, axes in enumerate(spec):
+        kept = tuple(axis for axis in axes if axis in mesh)
+        pieces = math.prod(mesh[axis] for axis in kept)
+        if dim < len(shape) and shape[dim] % pieces:
+            reasons.append(f"dimension {dim} can't be cut into {pieces}")
+            kept = ()
+        entries.append(kept)
+    if not reasons:
+        entries = list(spec)
+    elif not any(entries):
+        entries = []
+    if reason := why_not(tuple(entries), shape, mesh):
+        return (), reason
+    return tuple(entries), " and ".join(reasons)
+
+
 def block_shape(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of the block that one device holds."""
     pieces = [math.prod(mesh[axis] for axis in axes) for axes in padded(spec, len(shape))]

@@ -113,9 +113,20 @@ def _list(path: epath.PathLike) -> Folder:
     try:
         return folders.list_folder(epath.Path(text))
     except FileNotFoundError as error:
-        raise NotACheckpointError(str(error).rstrip(".") if s3.is_s3(text) else f"{text} does not exist") from None
+        raise NotACheckpointError(str(error).rstrip(".") if s3.is_s3(text) else _missing(text)) from None
     except NotADirectoryError:
         raise NotACheckpointError(f"{text} is a file; give a directory of a checkpoint") from None
+
+
+def _missing(path: str) -> str:
+    """Returns that a local path does not exist, and what the nearest directory above it has."""
+    above = os.path.dirname(path)
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    with contextlib.suppress(OSError):
+        names = sorted(os.listdir(above))
+        return f"{path} does not exist; {above} has {text_lib.listing(names, 5) or 'nothing in it'}"
+    return f"{path} does not exist"
 
 
 def _inner(folder: Folder) -> Iterator[Folder]:

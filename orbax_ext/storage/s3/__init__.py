@@ -10,9 +10,10 @@ when it has its commit file, as Orbax does it on gs://.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from orbax_ext.storage.s3.errors import explain
 from orbax_ext.storage.s3.objects import ObjectStore
@@ -27,6 +28,7 @@ __all__ = [
     "disable_s3",
     "enable_s3",
     "enable_s3_on_first_path",
+    "enabled_for",
     "explain",
     "is_s3",
     "object_store",
@@ -108,6 +110,19 @@ def disable_s3() -> None:
         if _store is not None:
             _store.close()
             _store = None
+
+
+@contextlib.contextmanager
+def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Enables S3 for a block, with the settings of the environment, if the path needs it and it is not enabled yet."""
+    enable = is_s3(path) and not s3_enabled()
+    if enable:
+        enable_s3()
+    try:
+        yield
+    finally:
+        if enable:
+            disable_s3()
 
 
 def s3_enabled() -> bool:

@@ -28,11 +28,27 @@ def test_the_first_rule_that_matches_counts_and_must_fit() -> None:
 
 @pytest.mark.parametrize(
     ("known", "why"),
-    [((("ep",),), "'ep', which the mesh"), ((("tp",), ("tp",)), "twice"), (((), (), ("tp",)), "3 entries for 2")],
+    [((("ep",),), "lacks the axis 'ep'"), ((("tp",), ("tp",)), "twice"), (((), (), ("tp",)), "3 entries for 2")],
 )
 def test_a_saved_spec_that_does_not_fit_becomes_copies(known: notation.Spec, why: str) -> None:
     spec, reason = described.choose_spec("w", (8, 8), known, [], {"dp": 2, "tp": 4})
     assert spec == ()
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("known", "spec", "why"),
+    [
+        ((("pp",), ("tp",)), ((), ("tp",)), "lacks the axis 'pp'"),
+        ((("pp", "tp"), ("dp",)), (("tp",), ("dp",)), "lacks the axis 'pp'"),
+        ((("tp",), ("dp",)), (("tp",), ()), "dimension 1 can't be cut into 2"),
+        ((("pp", "tp"), ("dp",)), (("tp",), ()), "lacks the axis 'pp' and dimension 1 can't be cut into 2"),
+    ],
+)
+def test_a_saved_spec_keeps_what_fits(known: notation.Spec, spec: notation.Spec, why: str) -> None:
+    size = 7 if "dimension 1" in why else 8
+    found, reason = described.choose_spec("w", (8, size), known, [], {"dp": 2, "tp": 4})
+    assert found == spec
     assert why in reason
 
 
