@@ -27,7 +27,7 @@ class Listing:
 
 
 class ObjectStore:
-    """Sends requests to S3 and counts them. A directory is a zero-byte object whose key ends with a slash."""
+    """Sends requests to S3 and counts them."""
 
     def __init__(self, settings: Callable[[], Settings], counter: RequestCounter) -> None:
         self._settings = settings
@@ -75,7 +75,7 @@ class ObjectStore:
             return {name: size for name, size in entries.items() if name and not name.endswith("/")}
 
     def keys_below(self, path: PathLike) -> list[str]:
-        """Returns the keys of all objects below a directory, its own marker included."""
+        """Returns the keys of all objects below a directory, with markers that earlier releases wrote."""
         return [entry["Key"] for entry in self._list(path, "")[0]]
 
     def file(self, path: PathLike) -> tuple[int, int] | None:
@@ -105,10 +105,6 @@ class ObjectStore:
 
     def write(self, path: PathLike, content: bytes) -> None:
         self._fs.pipe_file("/".join(split(path)), content)
-
-    def make_directory(self, path: PathLike) -> None:
-        """Writes the marker object of a directory."""
-        self._call("put_object", path, Key=directory_key(path), Body=b"")
 
     def copy(self, path: PathLike, target: PathLike) -> None:
         self._fs.cp_file("/".join(split(path)), "/".join(split(target)))
