@@ -23,6 +23,7 @@ _EXPIRED = (
     f"<Token-0>{s3_server.SESSION_TOKEN}</Token-0></Error>"
 )
 _ANSWERS = {
+    "429": (429, "<Error><Code>TooManyRequests</Code><Message>Please reduce your request rate.</Message></Error>"),
     "500": (500, "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
     "503": (503, "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
     "expired": (400, _EXPIRED),
@@ -34,7 +35,7 @@ _ANSWERS = {
 class Fault:
     """A fault of all requests that match, such as `Fault("503", "GET .*manifest", times=2)`."""
 
-    kind: str  # "500", "503", "expired", "denied", "reset", "short", "slow", "stall", "hold" (never reaches the store)
+    kind: str  # one of _ANSWERS, "reset", "short", "slow", "stall", or "hold", which never reaches the store
     match: str = ""  # a regular expression, searched in "METHOD /bucket/key?query"
     times: int = 1 << 30
     skip: int = 0  # matching requests to let pass first

@@ -142,7 +142,7 @@ class S3Files(backend.Backend):
 
     def rmtree(self, path: PathLike) -> None:
         with explained(path):
-            keys = self.objects.keys_below(path)
+            keys = list(self.objects.keys_below(path))
             if not keys and path not in self._empty:
                 raise FileNotFoundError(f"{path} does not exist.")
             for batch in deletion_order(keys):
@@ -165,14 +165,16 @@ class S3Files(backend.Backend):
         _check_both_on_s3(path, dst)
         with explained(path):
             bucket, source = split(path)
-            keys = [source] if self.objects.file(path) is not None else self.objects.keys_below(path)
-            if not keys and path not in self._empty:
+            file = self.objects.file(path)
+            sizes = {source: file[0]} if file is not None else self.objects.keys_below(path)
+            if not sizes and path not in self._empty:
                 raise FileNotFoundError(f"{path} does not exist.")
-            for batch in reversed(deletion_order(keys)):
+            for batch in reversed(deletion_order(list(sizes))):
                 for key in batch:
                     if not key.endswith("/"):  # the marker of a directory
-                        self.objects.copy(f"{PREFIX}{bucket}/{key}", normalized(dst) + key.removeprefix(source))
-            for batch in deletion_order(keys):
+                        target = normalized(dst) + key.removeprefix(source)
+                        self.objects.copy(f"{PREFIX}{bucket}/{key}", target, sizes[key])
+            for batch in deletion_order(list(sizes)):
                 self.objects.delete(path, batch)
             self._empty.moved(path, dst)
 
@@ -181,7 +183,8 @@ class S3Files(backend.Backend):
         if not overwrite and self.exists(dst):
             raise FileExistsError(f"{dst} exists already. Cannot copy {path}.")
         with explained(path):
-            self.objects.copy(path, dst)
+            self.objects.copy(path, dst, self.stat(path).length)
+            self._empty.filled(dst)
 
     def stat(self, path: PathLike) -> stat_utils.StatResult:
         with explained(path):

@@ -43,7 +43,7 @@ class S3Store:
 
     def __init__(self, given: Settings, counter: RequestCounter) -> None:
         self.given = given
-        self.files = S3Files(ObjectStore(lambda: self.settings, counter))
+        self.files = S3Files(ObjectStore(lambda: self.settings, counter, self._kvstore))
         self._counter = counter
         self._environ: dict[str, str] = {}
         self._before_restore: Usage | None = None
