@@ -107,7 +107,7 @@ test-matrix: $(NEWEST)/.ready ## the core tests on every release; writes bench/r
 clean: ## remove environments and builds
 	rm -rf .venv build dist *.egg-info
 
-# The S3-compatible server of the tests.
+# moto, for the one S3 test that rclone's server can't do: objects whose keys end with a slash.
 .venv/s3server/.ready: constraints/s3server.txt
 	$(PYTHON) -m venv --clear .venv/s3server
 	.venv/s3server/bin/python -m pip install --quiet -c constraints/s3server.txt 'moto[s3]' flask flask-cors

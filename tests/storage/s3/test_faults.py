@@ -15,13 +15,13 @@ from tests.support.s3_proxy import Fault, FaultProxy
 
 
 @pytest.fixture(scope="module")
-def saved(s3_port: int) -> str:
+def saved(s3_port: int, _proxy: FaultProxy) -> str:
     """A checkpoint of `STATE` as step 0, saved once. No test may write to it."""
     s3_server.make_bucket(s3_port, "faults")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.ENVIRONMENT.items():
             patch.setenv(name, value)
-        s3_lib.enable_s3(f"http://127.0.0.1:{s3_port}", stall_seconds=2)
+        s3_lib.enable_s3(_proxy.url, stall_seconds=2)
         save("s3://faults/run", 0)
         s3_lib.disable_s3()
     return "s3://faults/run"
