@@ -57,7 +57,7 @@ class FaultProxy:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self._lock = threading.Lock()
-        self._upstream = upstream
+        self.upstream = upstream
         proxy = self
 
         class Handler(_Handler):
@@ -95,7 +95,7 @@ class FaultProxy:
             self.requests.append(Request(line, sent))
 
     def forward(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
             # The host name stays, although it is not that of the server: it is signed.
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
