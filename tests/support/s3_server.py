@@ -1,6 +1,6 @@
 """A real S3 server for tests, over loopback HTTP, and the credentials that it accepts.
 
-`ORBAX_EXT_S3_STORE` names one of `s3_stores.STORES`; without it, rclone's.
+`ORBAX_EXT_S3_STORE` names one of `STORES`; without it, rclone's.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import urllib.request
 from collections.abc import Iterator
 
 from tests.support import s3_stores
+from tests.support.s3_radosgw import Radosgw
+from tests.support.s3_stores import Moto, Rclone, Store
+from tests.support.s3_swift import Swift
 
-ACCESS_KEY, SECRET_KEY = s3_stores.ACCESS_KEY, s3_stores.SECRET_KEY
+STORES: dict[str, Store] = {"rclone": Rclone(), "radosgw": Radosgw(), "swift": Swift(), "moto": Moto()}
 STORE = os.environ.get("ORBAX_EXT_S3_STORE", "rclone")
+ACCESS_KEY, SECRET_KEY = STORES[STORE].access_key, s3_stores.SECRET_KEY
 SESSION_TOKEN = "the-session-token-of-the-tests"  # no error and no log may hold it, nor the secret key
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-    **({"AWS_SESSION_TOKEN": SESSION_TOKEN} if s3_stores.STORES[STORE].takes_any_session_token else {}),
+    **({"AWS_SESSION_TOKEN": SESSION_TOKEN} if STORES[STORE].takes_any_session_token else {}),
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
@@ -31,13 +35,13 @@ ENVIRONMENT = {
 
 def missing() -> str | None:
     """Returns why the server can't run here, or None if it can."""
-    return s3_stores.STORES[STORE].missing()
+    return STORES[STORE].missing()
 
 
 @contextlib.contextmanager
 def running(bucket_in_host_name: bool = False) -> Iterator[int]:
     """Runs the server and yields its port."""
-    with s3_stores.STORES[STORE].running(bucket_in_host_name) as port:
+    with STORES[STORE].running(bucket_in_host_name) as port:
         yield port
 
 

@@ -11,17 +11,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 ACCESS_KEY = "AKIDORBAXEXTTEST"
 SECRET_KEY = "the-secret-key-of-the-tests"
 HOST = "store.test"  # the host name of which buckets are a part
 _START_LIMIT = 60.0  # seconds
-_ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Store(abc.ABC):
     """A server that can be started."""
 
+    access_key = ACCESS_KEY
     takes_any_session_token = True
     takes_keys_that_end_with_a_slash = True
 
@@ -59,7 +61,7 @@ class Rclone(Store):
 class Moto(Store):
     """moto, a mock that checks no signature, for objects whose keys end with a slash, which rclone refuses."""
 
-    _program = _ROOT / ".venv" / "s3server" / "bin" / "moto_server"
+    _program = ROOT / ".venv" / "s3server" / "bin" / "moto_server"
 
     def missing(self) -> str | None:
         return None if self._program.exists() else f"{self._program} is missing; `make test` puts it there"
@@ -72,9 +74,6 @@ class Moto(Store):
             yield port
 
 
-STORES: dict[str, Store] = {"rclone": Rclone(), "moto": Moto()}
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -83,12 +82,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], port: int) -> Iterator[None]:
-    """Runs a server from the time when it accepts connections."""
+def serving(command: Sequence[str], port: int | None) -> Iterator[None]:
+    """Runs a server from the time when it accepts connections, if it has a port."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            _wait_for(port, process)
+            if port is not None:
+                _wait_for(port, process, log)
             yield
         finally:
             process.terminate()
@@ -99,11 +99,13 @@ def serving(command: Sequence[str], port: int) -> Iterator[None]:
                 process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_LIMIT
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with exit code {process.returncode} before it answered")
+            log.seek(0)
+            end = log.read()[-2000:].decode(errors="replace")
+            raise RuntimeError(f"{process.args!r} ended with exit code {process.returncode} before it answered: {end}")
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
             return

@@ -11,7 +11,7 @@ from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import paths, settings
 from orbax_ext.storage.s3.directories import EmptyDirectories
 from orbax_ext.storage.s3.settings import Settings
-from tests.support import s3_server, s3_stores
+from tests.support import s3_server
 from tests.support.s3_checkpoints import check, restore, save
 from tests.support.s3_proxy import FaultProxy
 
@@ -54,10 +54,10 @@ def test_a_directory_that_another_process_deletes_is_gone(s3: str, proxy: FaultP
 @pytest.fixture
 def takes_markers(s3: str, s3_port: int) -> Iterator[str]:
     """The URL of a store that takes keys with a slash at their end: moto, if the one of the other tests does not."""
-    if s3_stores.STORES[s3_server.STORE].takes_keys_that_end_with_a_slash:
+    if s3_server.STORES[s3_server.STORE].takes_keys_that_end_with_a_slash:
         yield f"http://127.0.0.1:{s3_port}"
         return
-    moto = s3_stores.STORES["moto"]
+    moto = s3_server.STORES["moto"]
     if reason := moto.missing():
         pytest.skip(reason)
     with moto.running(bucket_in_host_name=False) as port:
