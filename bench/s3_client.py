@@ -25,7 +25,8 @@ PAGE = markdown.Page(
     """s3fs (before) and obstore (after). Packages and megabytes are what the extra `s3` adds to an installation.
     Seconds are those from the first use of an s3:// path to the content of a small file, in a new process that has
     imported Orbax, the quickest and the slowest of all runs, from a server on the same machine. Requests are those of
-    one process that saves a step, restores it and deletes it, counted at a proxy; those of TensorStore are included.""",
+    one process that saves a step, restores it and deletes it, counted at a proxy; those of TensorStore are
+    included.""",
     "python -m bench.s3_client --write",
 )
 BEFORE = "727da7b"  # the last commit with s3fs

@@ -34,7 +34,7 @@ PAGE = markdown.Page(
     """Passed and all tests of each kind. The servers are real, but for moto, and are reached through a proxy
     that injects faults. Throttling, expired credentials and interruptions are made by the proxy on every store. rclone
     sends ranges with the wrong status, 200, which the proxy corrects; without that TensorStore can't read arrays from
-    it. AWS itself was not at hand.""",
+    it. rclone refuses directory markers, so that its test of them runs on moto. AWS itself was not at hand.""",
     "make test-stores",
 )
 KINDS = {  # by what is searched in the names of tests
@@ -83,7 +83,7 @@ def tables(results: dict[str, Outcomes]) -> list[str]:
     """Returns the tables of the S3 stores and of the emulated GCS."""
     stores = [store for store in S3_STORES if any(outcome != "skipped" for outcome in results.get(store, {}).values())]
     rows = [(kind, *(_cell(results[store], pattern) for store in stores)) for kind, pattern in KINDS.items()]
-    rows.append(("all tests", *(_cell(results[store], "") for store in stores)))
+    rows.append(("all tests, with those that need no store", *(_cell(results[store], "") for store in stores)))
     parts = [markdown.table(("", *(S3_STORES[store] for store in stores)), rows)]
     if gcs := results.get("gcs"):
         parts.append(
