@@ -14,6 +14,7 @@ EXAMPLES ?= 300
 
 .PHONY: help demo check fmt docs clean
 .PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
+.PHONY: test-stores
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
 .PHONY: bench bench-emergency bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
 
@@ -104,16 +105,25 @@ test-python313: .venv/python313/.ready ## the core tests on Python 3.13 with the
 
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
+test-stores: $(NEWEST)/.ready .venv/s3server/.ready .venv/swift/.ready ## S3 tests on rclone, radosgw, Swift and moto, gs:// on an emulator; root installs radosgw (STORES_ARGS='--only swift')
+	$(NEWEST)/bin/python -m pip install --quiet -c constraints/newest.txt -e '.[stores]'
+	$(NEWEST)/bin/python -m tools.stores --install --write $(STORES_ARGS)
+
 test-matrix: $(NEWEST)/.ready ## the core tests on every release; writes bench/results/releases.md (MATRIX_ARGS='--jobs 2')
 	$(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313) $(MATRIX_ARGS)
 
 clean: ## remove environments and builds
 	rm -rf .venv build dist *.egg-info
 
-# The S3-compatible server of the tests.
+# moto, for the one S3 test that rclone's server can't do: objects whose keys end with a slash.
 .venv/s3server/.ready: constraints/s3server.txt
 	$(PYTHON) -m venv --clear .venv/s3server
 	.venv/s3server/bin/python -m pip install --quiet -c constraints/s3server.txt 'moto[s3]' flask flask-cors
+	@touch $@
+
+.venv/swift/.ready: constraints/swift.txt
+	$(PYTHON) -m venv --clear .venv/swift
+	.venv/swift/bin/python -m pip install --quiet -c constraints/swift.txt swift
 	@touch $@
 
 # The environments oldest, newest and python313.

@@ -26,6 +26,7 @@ from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
+from orbax_ext.storage.connections import limit_silence_on_gcs
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
 from orbax_ext.transfer.verify import verify, verify_alone
@@ -75,6 +76,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             async with arrival.failing_together(self.options):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
+                    limit_silence_on_gcs(infos[0].parent_dir, self.options.stall_timeout)
                     request = await make_request(self, infos, args)
                 # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):

@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """The port of a real S3-compatible server."""
-    if not s3_server.command().exists():
-        pytest.skip(f"no S3 server: {s3_server.command()} is missing; `make test` puts it there")
+    if reason := s3_server.missing():
+        pytest.skip(reason)
     with s3_server.running() as port:
         yield port
 

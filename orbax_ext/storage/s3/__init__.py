@@ -1,10 +1,10 @@
-"""Checkpoints on s3://: arrays through TensorStore's own s3 driver, metadata files through s3fs.
+"""Checkpoints on s3://: arrays through TensorStore's own s3 driver, metadata files through obstore.
 
     orbax_ext.storage.enable_s3()                       # AWS, or what AWS_ENDPOINT_URL and AWS_REGION say
     manager = ocp.CheckpointManager("s3://bucket/run")  # not earlier: it looks at its directory at once
 
 After `orbax_ext.register()` it is enabled when the first s3:// path is used, and `unregister()` disables it again,
-unless it was enabled before. Only then is s3fs imported, and are settings looked up. A checkpoint on S3 is complete
+unless it was enabled before. Only then is obstore imported, and are settings looked up. A checkpoint on S3 is complete
 when it has its commit file, as Orbax does it on gs://.
 """
 
@@ -58,7 +58,7 @@ def enable_s3(
 
     Settings that are not given come from the usual places: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
     AWS_DEFAULT_REGION, AWS_PROFILE and the profile in ~/.aws/config. Credentials are never given here: both clients
-    find them (AWS_ACCESS_KEY_ID..., profiles, container and instance roles) and renew them.
+    find them (AWS_ACCESS_KEY_ID..., profiles, web identity, container and instance roles) and renew them.
 
     Args:
       endpoint: The URL of an S3-compatible store; without one, AWS.

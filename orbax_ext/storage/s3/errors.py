@@ -20,6 +20,13 @@ _SECRET_ELEMENT = re.compile(
     re.DOTALL,
 )
 
+# What obstore says of a store's answer. Its text also repeats the whole request and answer, in several forms.
+_CODE = re.compile(r"<Code>\s*([\w.-]+)\s*</Code>")
+_MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_STATUS = re.compile(r"status code: (\d+ [A-Za-z ]*[A-Za-z])")
+_DENIED_STATUS = re.compile(r"status code: 40[13] ")
+_DEBUG = re.compile(r"\s*Debug source:.*", re.DOTALL)
+
 _DENIED = "these credentials may not do this: check the bucket policy and which credentials are in use"
 _REMEDIES = {
     "NoSuchBucket": "create the bucket, or check its name, the endpoint and the region",
@@ -36,7 +43,8 @@ _REMEDIES = {
     "ServiceUnavailable": "the store did not answer in time: try again later",
     "InternalError": "the store had an internal error: try again later",
     "CURL error": "the connection failed again and again: check the endpoint and the network",
-    "EndpointConnectionError": "nothing answers there: check the endpoint and the network",
+    "error sending request": "no answer: check the endpoint and the network",
+    "HTTP error": "the connection failed again and again: check the endpoint and the network",
 }
 
 
@@ -58,18 +66,37 @@ class MissingBucketError(ExplainedError, FileNotFoundError):
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Replaces errors of s3fs by ones that name bucket, key and remedy, and hold no secret."""
+    """Replaces errors of obstore by ones that name bucket, key and remedy, and hold no secret."""
     try:
         yield
     except (FileExistsError, ImportError, ExplainedError):
         raise
-    except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error) or "bucket does not exist" in str(error):
-            raise MissingBucketError(explanation(os.fspath(path), f"NoSuchBucket: {error}")) from None
-        raise FileNotFoundError(f"{os.fspath(path)} does not exist.") from None
     except Exception as error:
-        kind = DeniedError if isinstance(error, PermissionError) else StoreError
-        raise kind(explanation(os.fspath(path), f"{_code(error)}: {error}")) from None
+        raise _explained(error, os.fspath(path)) from None
+
+
+def _explained(error: Exception, path: str) -> Exception:
+    if is_missing_bucket(error):
+        return MissingBucketError(explanation(path, _reason(error)))
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{path} does not exist.")
+    denied = isinstance(error, PermissionError) or _DENIED_STATUS.search(str(error))
+    return (DeniedError if denied else StoreError)(explanation(path, _reason(error)))
+
+
+def is_missing_bucket(error: Exception) -> bool:
+    return "NoSuchBucket" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the store's error code and message, or its status, or what the client says without an answer."""
+    text = str(error)
+    if code := _CODE.search(text):
+        message = _MESSAGE.search(text)
+        return f"{code[1]}: {' '.join(message[1].split())}" if message else code[1]
+    if status := _STATUS.search(text):
+        return status[1]
+    return f"{type(error).__name__}: {_DEBUG.sub('', text)}"
 
 
 @contextlib.contextmanager
@@ -124,9 +151,3 @@ class SecretFilter(logging.Filter):
 def _is_from_a_store(text: str) -> bool:
     """Whether TensorStore's message quotes an answer over HTTP, which may repeat what the store was sent."""
     return "http_response_" in text or "CURL error" in text or "curl_code" in text
-
-
-def _code(error: Exception) -> str:
-    """Returns the store's error code; s3fs keeps it in the cause."""
-    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
-    return str(answer.get("Error", {}).get("Code") or type(error).__name__)

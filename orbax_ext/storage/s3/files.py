@@ -2,6 +2,10 @@
 
 A method sends one request where possible. Where it needs several, it writes the commit file of a checkpoint last and
 deletes it first, so that a part of a checkpoint never looks like a whole one.
+
+A directory exists if a key below it does. `mkdir` writes nothing: a directory without files exists for the process that
+made it. Earlier releases wrote a marker for each directory, an object whose key ends with a slash, which stores on top
+of file systems refuse; markers that are there are still understood.
 """
 
 from __future__ import annotations
@@ -17,9 +21,19 @@ from etils.epath import backend, stat_utils
 
 from orbax_ext.storage.s3 import objects as objects_lib
 from orbax_ext.storage.s3 import streams
+from orbax_ext.storage.s3.directories import EmptyDirectories
 from orbax_ext.storage.s3.errors import explained
 from orbax_ext.storage.s3.objects import Listing, ObjectStore
-from orbax_ext.storage.s3.paths import PREFIX, PathLike, deletion_order, is_pattern, is_s3, split, split_at_wildcard
+from orbax_ext.storage.s3.paths import (
+    PREFIX,
+    PathLike,
+    deletion_order,
+    is_pattern,
+    is_s3,
+    normalized,
+    split,
+    split_at_wildcard,
+)
 from orbax_ext.storage.s3.sharing import Snapshot
 
 
@@ -28,6 +42,7 @@ class S3Files(backend.Backend):
 
     def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
+        self._empty = EmptyDirectories()
         self.snapshots: list[Snapshot] = []  # of the restores that are under way
 
     def snapshot(self, path: PathLike) -> Snapshot | None:
@@ -51,6 +66,7 @@ class S3Files(backend.Backend):
         def store(content: bytes) -> None:
             with explained(path):
                 self.objects.write(path, content)
+                self._empty.filled(path)
 
         return streams.Upload(store, self._open_to_read(path).read() if append and self.exists(path) else b"")
 
@@ -58,13 +74,19 @@ class S3Files(backend.Backend):
         with explained(path):
             if snapshot := self.snapshot(path):
                 return snapshot.file(os.fspath(path)) is not None or snapshot.is_directory(os.fspath(path))
-            return self.objects.file(path) is not None or self.objects.has_children(path)
+            return self.objects.file(path) is not None or self._is_directory(path)
 
     def isdir(self, path: PathLike) -> bool:
         with explained(path):
             if snapshot := self.snapshot(path):
                 return snapshot.is_directory(os.fspath(path))
-            return self.objects.is_directory(path)
+            return self._is_directory(path)
+
+    def _is_directory(self, path: PathLike) -> bool:
+        if not self.objects.is_directory(path):
+            return path in self._empty
+        self._empty.filled(f"{normalized(path)}/any")
+        return True
 
     def listdir(self, path: PathLike) -> list[str]:
         with explained(path):
@@ -116,15 +138,16 @@ class S3Files(backend.Backend):
                 if exist_ok and self.isdir(path):
                     return
                 raise FileExistsError(f"{path} exists already.")
-            self.objects.make_directory(path)
+            self._empty.add(path)
 
     def rmtree(self, path: PathLike) -> None:
         with explained(path):
-            keys = self.objects.keys_below(path)
-            if not keys:
+            keys = list(self.objects.keys_below(path))
+            if not keys and path not in self._empty:
                 raise FileNotFoundError(f"{path} does not exist.")
             for batch in deletion_order(keys):
                 self.objects.delete(path, batch)
+            self._empty.removed(path)
 
     def remove(self, path: PathLike) -> None:
         with explained(path):
@@ -142,25 +165,26 @@ class S3Files(backend.Backend):
         _check_both_on_s3(path, dst)
         with explained(path):
             bucket, source = split(path)
-            keys = [source] if self.objects.file(path) is not None else self.objects.keys_below(path)
-            if not keys:
+            file = self.objects.file(path)
+            sizes = {source: file[0]} if file is not None else self.objects.keys_below(path)
+            if not sizes and path not in self._empty:
                 raise FileNotFoundError(f"{path} does not exist.")
-            for batch in reversed(deletion_order(keys)):
+            for batch in reversed(deletion_order(list(sizes))):
                 for key in batch:
-                    target = os.fspath(dst).rstrip("/") + key.removeprefix(source)
-                    if key.endswith("/"):
-                        self.objects.make_directory(target)
-                    else:
-                        self.objects.copy(f"{PREFIX}{bucket}/{key}", target)
-            for batch in deletion_order(keys):
+                    if not key.endswith("/"):  # the marker of a directory
+                        target = normalized(dst) + key.removeprefix(source)
+                        self.objects.copy(f"{PREFIX}{bucket}/{key}", target, sizes[key])
+            for batch in deletion_order(list(sizes)):
                 self.objects.delete(path, batch)
+            self._empty.moved(path, dst)
 
     def copy(self, path: PathLike, dst: PathLike, overwrite: bool) -> None:
         _check_both_on_s3(path, dst)
         if not overwrite and self.exists(dst):
             raise FileExistsError(f"{dst} exists already. Cannot copy {path}.")
         with explained(path):
-            self.objects.copy(path, dst)
+            self.objects.copy(path, dst, self.stat(path).length)
+            self._empty.filled(dst)
 
     def stat(self, path: PathLike) -> stat_utils.StatResult:
         with explained(path):
@@ -174,8 +198,11 @@ class S3Files(backend.Backend):
         )
 
     def _listing(self, path: PathLike) -> Listing:
-        snapshot = self.snapshot(path)
-        return snapshot.listing(os.fspath(path)) if snapshot else self.objects.list_directory(path)
+        if snapshot := self.snapshot(path):
+            return snapshot.listing(os.fspath(path))
+        listing = self.objects.list_directory(path)
+        directories = sorted({*listing.directories, *self._empty.names_in(path)})
+        return Listing(listing.files, tuple(directories), listing.exists or path in self._empty)
 
 
 def _check_both_on_s3(path: PathLike, dst: PathLike) -> None:

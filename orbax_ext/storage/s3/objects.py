@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import errno
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from orbax_ext.storage.s3.errors import explained
-from orbax_ext.storage.s3.paths import PREFIX, PathLike, directory_key, split
-from orbax_ext.storage.s3.settings import Settings, filesystem_arguments
+import tensorstore as ts
+
+from orbax_ext.storage.s3.client import bucket_client, open_upload
+from orbax_ext.storage.s3.errors import explained, is_missing_bucket
+from orbax_ext.storage.s3.paths import PathLike, directory_key, split
+from orbax_ext.storage.s3.settings import Settings
 from orbax_ext.storage.s3.usage import RequestCounter
 
-WHOLE_FILE = 8 << 20  # a smaller file is fetched in one request
+WHOLE_FILE = 8 << 20  # a smaller file is read, and written, in one request
+_PAGE = 1000  # keys in the answer to a request to list
+_LARGEST_COPY = 5 << 30  # bytes that S3 copies in one request
+_MOST_PARTS = 10_000  # of a multipart upload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,42 +31,68 @@ class Listing:
 
 
 class ObjectStore:
-    """Sends requests to S3 and counts them. A directory is a zero-byte object whose key ends with a slash."""
+    """Sends requests to S3 through obstore and counts them, without those that obstore repeats.
 
-    def __init__(self, settings: Callable[[], Settings], counter: RequestCounter) -> None:
+    obstore takes no key that ends with a slash, and shows one without the slash. Earlier releases wrote such objects
+    for directories. They are found and deleted through TensorStore, which takes keys as they are; it counts these.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        counter: RequestCounter,
+        kvstore: Callable[[str, str], dict[str, Any]],
+    ) -> None:
         self._settings = settings
         self._counter = counter
+        self._kvstore = kvstore
         self._lock = threading.Lock()
-        self._filesystem: Any = None
+        self._clients: dict[str, Any] = {}
 
-    @property
-    def _fs(self) -> Any:
-        """The s3fs file system, created when it is first needed, once for all threads."""
+    def _client(self, path: PathLike) -> Any:
+        """Returns the client for the bucket of a path, made when it is first needed, once for all threads."""
+        bucket = split(path)[0]
         with self._lock:
-            if self._filesystem is None:
-                self._filesystem = _new_filesystem(self._settings(), self._counter)
-            return self._filesystem
+            if bucket not in self._clients:
+                self._clients[bucket] = bucket_client(self._settings(), bucket)
+            return self._clients[bucket]
 
     def fetch(self, path: PathLike) -> bytes | None:
         """Returns the content of a file, or None if it is too large for one request."""
-        content = self.read_range(path, 0, WHOLE_FILE)
-        return content if len(content) < WHOLE_FILE else None
+        with explained(path):
+            client = self._client(path)
+            self._counter.add(requests=1)
+            answer = client.get(split(path)[1])
+            return self._read(answer.bytes()) if answer.meta["size"] < WHOLE_FILE else None
 
     def read_range(self, path: PathLike, start: int, end: int) -> bytes:
-        """Returns a range of a file's bytes, fewer than asked for at its end."""
+        """Returns a range of a file's bytes."""
         with explained(path):
-            content: bytes = self._fs.read_range(*split(path), start, end)
-            self._counter.add(read=len(content))
-            return content
+            client, key = self._client(path), split(path)[1]
+            self._counter.add(requests=1)
+            try:
+                return self._read(client.get_range(key, start=start, end=end))
+            except Exception as error:
+                if "non-partial response" not in str(error):
+                    raise
+            # rclone sends the range with the status of a whole object, which obstore refuses.
+            self._counter.add(requests=1)
+            return self._read(client.get(key).bytes())[start:end]
+
+    def _read(self, content: Any) -> bytes:
+        self._counter.add(read=len(content))
+        return bytes(content)
 
     def list_directory(self, path: PathLike) -> Listing:
         with explained(path):
             prefix = directory_key(path)
-            objects, prefixes = self._list(path, "/")
+            answer = self._client(path).list_with_delimiter(prefix or None)
+            objects, prefixes = answer["objects"], answer["common_prefixes"]
+            self._count_pages(len(objects) + len(prefixes))
             files = {
-                entry["Key"].removeprefix(prefix): (entry["Size"], int(entry["LastModified"].timestamp()))
+                entry["path"].removeprefix(prefix): (entry["size"], int(entry["last_modified"].timestamp()))
                 for entry in objects
-                if entry["Key"] != prefix  # the directory's own marker
+                if entry["path"].startswith(prefix)  # not the directory's own marker
             }
             directories = tuple(key.removeprefix(prefix).rstrip("/") for key in prefixes)
             return Listing(files, directories, exists=bool(objects or prefixes or not prefix))
@@ -71,23 +101,31 @@ class ObjectStore:
         """Returns the sizes of all files below a directory, by their paths from there."""
         with explained(path):
             prefix = directory_key(path)
-            entries = {entry["Key"].removeprefix(prefix): entry["Size"] for entry in self._list(path, "")[0]}
-            return {name: size for name, size in entries.items() if name and not name.endswith("/")}
+            sizes = self.keys_below(path)
+            return {key.removeprefix(prefix): size for key, size in sizes.items() if not key.endswith("/")}
 
-    def keys_below(self, path: PathLike) -> list[str]:
-        """Returns the keys of all objects below a directory, its own marker included."""
-        return [entry["Key"] for entry in self._list(path, "")[0]]
+    def keys_below(self, path: PathLike) -> dict[str, int]:
+        """Returns the sizes of all objects below a directory by key, with markers that earlier releases wrote."""
+        pages = list(self._client(path).list(directory_key(path) or None, chunk_size=_PAGE))
+        sizes = {entry["path"]: entry["size"] for page in pages for entry in page}
+        self._count_pages(len(sizes))
+        if 0 not in sizes.values():
+            return sizes
+        keys = [key.decode() for key in self._raw(path).list(_keys_from(directory_key(path))).result()]
+        return {key: sizes.get(key, 0) for key in keys}
 
     def file(self, path: PathLike) -> tuple[int, int] | None:
         """Returns size and time of change of a file, or None if there is no such file."""
         key = split(path)[1]
         if not key:
             return None
+        client = self._client(path)
+        self._counter.add(requests=1)
         try:
-            head = self._call("head_object", path, Key=key)
+            head = client.head(key)
         except FileNotFoundError:
             return None
-        return head["ContentLength"], int(head["LastModified"].timestamp())
+        return head["size"], int(head["last_modified"].timestamp())
 
     def is_directory(self, path: PathLike) -> bool:
         bucket, key = split(path)
@@ -95,92 +133,57 @@ class ObjectStore:
 
     def bucket_exists(self, bucket: str) -> bool:
         try:
-            self._fs.call_s3("head_bucket", Bucket=bucket)
-        except FileNotFoundError:
-            return False
+            self.has_children(f"s3://{bucket}")
+        except Exception as error:
+            if is_missing_bucket(error):
+                return False
+            raise
         return True
 
     def has_children(self, path: PathLike) -> bool:
-        return bool(self._call("list_objects_v2", path, Prefix=directory_key(path), MaxKeys=1).get("Contents"))
+        pages = self._client(path).list(directory_key(path) or None, chunk_size=1)
+        self._counter.add(requests=1)
+        return next(iter(pages), None) is not None
 
     def write(self, path: PathLike, content: bytes) -> None:
-        self._fs.pipe_file("/".join(split(path)), content)
+        client = self._client(path)
+        parts = -(-len(content) // WHOLE_FILE)
+        self._counter.add(requests=1 if parts <= 1 else parts + 2)  # a multipart upload is begun and completed
+        client.put(split(path)[1], content, chunk_size=WHOLE_FILE)
 
-    def make_directory(self, path: PathLike) -> None:
-        """Writes the marker object of a directory."""
-        self._call("put_object", path, Key=directory_key(path), Body=b"")
-
-    def copy(self, path: PathLike, target: PathLike) -> None:
-        self._fs.cp_file("/".join(split(path)), "/".join(split(target)))
+    def copy(self, path: PathLike, target: PathLike, size: int) -> None:
+        """Copies a file of `size` bytes: in the store, or through this process if the store can't."""
+        self._counter.add(requests=1)
+        if split(path)[0] == split(target)[0] and size <= _LARGEST_COPY:
+            self._client(path).copy(split(path)[1], split(target)[1])
+            return
+        upload = open_upload(self._client(target), split(target)[1], max(WHOLE_FILE, size // _MOST_PARTS + 1))
+        for chunk in self._client(path).get(split(path)[1]).stream(min_chunk_size=WHOLE_FILE):
+            upload.write(self._read(chunk))
+        upload.close()  # not reached after an error: what was sent is then not an object
+        self._counter.add(requests=1)
 
     def delete(self, path: PathLike, keys: list[str]) -> None:
         """Deletes objects of the bucket of `path` in one request."""
-        answer = self._call("delete_objects", path, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
-        for error in answer.get("Errors", ()):
-            raise OSError(f"{error.get('Code')}: {PREFIX}{split(path)[0]}/{error.get('Key')}: {error.get('Message')}")
+        client = self._client(path)
+        if files := [key for key in keys if not key.endswith("/")]:
+            self._counter.add(requests=1)
+            client.delete(files)
+        deletions = [self._raw(path).write(key, None) for key in keys if key.endswith("/")]
+        for deletion in deletions:
+            deletion.result()
 
     def delete_file(self, path: PathLike) -> None:
-        self._call("delete_object", path, Key=split(path)[1])
+        self.delete(path, [split(path)[1]])
 
-    def _list(self, path: PathLike, delimiter: str) -> tuple[list[Any], list[str]]:
-        """Returns the objects below a directory and, with a delimiter, the directories in it."""
-        more: dict[str, Any] = {"Delimiter": delimiter} if delimiter else {}
-        files: list[Any] = []
-        directories: list[str] = []
-        while True:
-            page = self._call("list_objects_v2", path, Prefix=directory_key(path), **more)
-            files += page.get("Contents", ())
-            directories += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-            if not page.get("IsTruncated"):
-                return files, directories
-            more["ContinuationToken"] = page["NextContinuationToken"]
+    def _raw(self, path: PathLike) -> Any:
+        """Returns the bucket of a path in TensorStore."""
+        return ts.KvStore.open(self._kvstore(split(path)[0], "")).result()
 
-    def _call(self, method: str, path: PathLike, **arguments: Any) -> Any:
-        return self._fs.call_s3(method, Bucket=split(path)[0], **arguments)
+    def _count_pages(self, keys: int) -> None:
+        self._counter.add(requests=max(1, -(-keys // _PAGE)))
 
 
-def _new_filesystem(settings: Settings, counter: RequestCounter) -> Any:
-    """Returns an s3fs file system that counts its requests and reads again when an answer breaks off."""
-    try:
-        import s3fs
-        from fsspec import asyn
-    except ImportError as error:
-        raise ImportError(
-            f"s3:// paths need the package s3fs, and it can't be imported ({error}): pip install 'orbax-ext[s3]'."
-        ) from None
-
-    class CountingFileSystem(s3fs.S3FileSystem):
-        # botocore repeats requests and `_read_range` repeats reads that broke off; a third loop would multiply them.
-        retries = 1
-
-        async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            counter.add(requests=1)
-            return await super()._call_s3(method, *args, **kwargs)
-
-        async def _read_range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-            for attempt in range(settings.retries + 1):
-                try:
-                    return await self._read_range_once(bucket, key, start, end)
-                except s3fs.core.S3_RETRYABLE_ERRORS:
-                    if attempt == settings.retries:
-                        raise
-                await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-            raise AssertionError("not reached")
-
-        async def _read_range_once(self, bucket: str, key: str, start: int, end: int) -> bytes:
-            try:
-                answer = await self._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
-            except OSError as error:
-                if error.errno == errno.EINVAL:  # the file has no byte at `start`: it is empty, or this is its end
-                    return b""
-                raise
-            async with answer["Body"] as body:
-                content: bytes = await body.read()
-            if len(content) != answer["ContentLength"]:
-                raise s3fs.core.IncompleteRead(content, answer["ContentLength"] - len(content))
-            return content
-
-        call_s3 = asyn.sync_wrapper(_call_s3)
-        read_range = asyn.sync_wrapper(_read_range)
-
-    return CountingFileSystem(**filesystem_arguments(settings))
+def _keys_from(prefix: str) -> Any:
+    """Returns the range of all keys that begin with a prefix that ends with a slash, or of all keys."""
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" comes after "/"

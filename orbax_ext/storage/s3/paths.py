@@ -28,8 +28,13 @@ def split(path: PathLike) -> tuple[str, str]:
     return bucket, key.rstrip("/")
 
 
+def normalized(path: PathLike) -> str:
+    """Returns the path without slashes at its end."""
+    return os.fspath(path).rstrip("/")
+
+
 def directory_key(path: PathLike) -> str:
-    """Returns the common prefix of the keys in a directory, which is also the key of its marker object."""
+    """Returns the common prefix of the keys in a directory."""
     key = split(path)[1]
     return f"{key}/" if key else ""
 

@@ -7,7 +7,7 @@ import functools
 import logging as standard_logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from absl import logging
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.storage.connections import limit_silence
 from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.errors import SecretFilter, explain
 from orbax_ext.storage.s3.files import S3Files
@@ -27,13 +28,6 @@ from orbax_ext.storage.s3.usage import RequestCounter, Usage
 from orbax_ext.upstream.object_stores import UrlScheme, add_object_store
 from orbax_ext.upstream.runtime import coordination_client
 
-# TensorStore waits for ever for a silent server unless these variables are set. They hold for the whole process.
-_STALL_VARIABLES: dict[str, Callable[[Settings], str]] = {
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": lambda settings: str(settings.stall_seconds),
-    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": lambda settings: "1",
-    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": lambda settings: str(min(settings.stall_seconds, 30)),
-}
-
 _SECRET_FILTER = SecretFilter()
 _SHARE_LIMIT = 300.0  # seconds to wait for metadata that another process reads for all
 
@@ -43,7 +37,7 @@ class S3Store:
 
     def __init__(self, given: Settings, counter: RequestCounter) -> None:
         self.given = given
-        self.files = S3Files(ObjectStore(lambda: self.settings, counter))
+        self.files = S3Files(ObjectStore(lambda: self.settings, counter, self._kvstore))
         self._counter = counter
         self._environ: dict[str, str] = {}
         self._before_restore: Usage | None = None
@@ -88,9 +82,7 @@ class S3Store:
                 del os.environ[name]
 
     def _kvstore(self, bucket: str, path: str) -> dict[str, Any]:
-        for name, value in _STALL_VARIABLES.items():
-            if name not in os.environ:
-                os.environ[name] = self._environ[name] = value(self.settings)
+        self._environ.update(limit_silence(self.settings.stall_seconds))
         return settings_lib.kvstore(self.settings, bucket, path)
 
 

@@ -56,8 +56,16 @@ class LargeFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._length)
-        content = self._read_range(self._at, end) if end > self._at else b""
+        content = self._next(len(buffer))
         buffer[: len(content)] = content
-        self._at += len(content)
         return len(content)
+
+    def readall(self) -> bytes:
+        """Returns the rest in one request. The inherited method would ask for 8 KiB at a time."""
+        return self._next(self._length)
+
+    def _next(self, most: int) -> bytes:
+        end = min(self._at + most, self._length)
+        content = self._read_range(self._at, end) if end > self._at else b""
+        self._at += len(content)
+        return content

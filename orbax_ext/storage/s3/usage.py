@@ -10,7 +10,7 @@ from orbax_ext.storage import counters
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Requests and bytes: of metadata files through s3fs, and of arrays through TensorStore."""
+    """Requests and bytes: of metadata files through obstore, and of arrays through TensorStore."""
 
     metadata_requests: int = 0
     metadata_bytes: int = 0

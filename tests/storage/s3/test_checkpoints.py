@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -13,7 +15,7 @@ from orbax.checkpoint.experimental import v1
 
 import orbax_ext
 from orbax_ext.storage import s3 as s3_lib
-from tests.support import s3_server
+from tests.support import s3_server, s3_stores
 from tests.support.s3_checkpoints import STATE, check, restore, save
 from tests.support.s3_proxy import Fault, FaultProxy
 
@@ -92,17 +94,26 @@ def test_a_restore_does_not_hide_new_steps_beside_it(s3: str) -> None:
         assert sorted(path.name for path in epath.Path(s3).iterdir()) == ["0", "1"]
 
 
-def test_a_bucket_may_be_in_the_host_name(proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def host_names(s3_port: int) -> Iterator[FaultProxy]:
+    """A proxy in front of a server that takes the bucket from the host name."""
+    del s3_port  # skips the test if there is no server
+    with s3_server.running(bucket_in_host_name=True) as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+def test_a_bucket_may_be_in_the_host_name(host_names: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     # The host need not exist: both clients send their requests to the HTTP proxy, which is ours.
-    for name, value in {**s3_server.ENVIRONMENT, "http_proxy": proxy.url, "no_proxy": ""}.items():
+    for name, value in {**s3_server.ENVIRONMENT, "http_proxy": host_names.url, "no_proxy": ""}.items():
         monkeypatch.setenv(name, value)
-    s3_lib.enable_s3("http://store.test", "us-east-1", addressing="virtual")
+    s3_server.make_bucket(host_names.port, "in-the-host", f"in-the-host.{s3_stores.HOST}")
+    s3_lib.enable_s3(f"http://{s3_stores.HOST}", "us-east-1", addressing="virtual")
     try:
-        save(f"s3://{bucket}/run", 0)
-        check(restore(f"s3://{bucket}/run"))
+        save("s3://in-the-host/run", 0)
+        check(restore("s3://in-the-host/run"))
     finally:
         s3_lib.disable_s3()
-    assert {request.line.split("/")[1].partition("?")[0] for request in proxy.requests} == {bucket}
+    assert {request.line.split("/")[1].partition("?")[0] for request in host_names.requests} == {"in-the-host"}
 
 
 @pytest.mark.parametrize("lost", ["1/commit_success", "1/default/_METADATA", "1/default/.*manifest"])

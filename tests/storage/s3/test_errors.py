@@ -58,11 +58,24 @@ def test_abandoned_reads_are_logged_without_a_secret(
     assert s3_server.SESSION_TOKEN in caplog.text  # what asyncio logs without the filter
 
 
+ANSWERED = (
+    "GET http://h/k - Server returned non-2xx status code: 403 Forbidden: "
+    "<Error><Code>AccessDenied</Code><Message>Not\n you</Message></Error>"
+)
+
+
 @pytest.mark.parametrize(
     ("raised", "expected", "message"),
     [
         (FileNotFoundError("x"), FileNotFoundError, "s3://bucket/key does not exist."),
-        (FileNotFoundError("The specified bucket does not exist"), errors.MissingBucketError, "create the bucket"),
+        (FileNotFoundError("<Code>NoSuchBucket</Code>"), errors.MissingBucketError, "NoSuchBucket (create the bucket"),
+        (RuntimeError(ANSWERED), errors.DeniedError, "s3://bucket/key: AccessDenied: Not you (these credentials"),
+        (
+            RuntimeError("status code: 403 Forbidden: \n\nDebug source:\n..."),
+            errors.DeniedError,
+            "key: 403 Forbidden (",
+        ),
+        (RuntimeError("HTTP error: x\n\nDebug source: y"), errors.StoreError, "RuntimeError: HTTP error: x (the"),
         (PermissionError("Forbidden"), errors.DeniedError, "s3://bucket/key: PermissionError: Forbidden (these"),
         (OSError("SlowDown"), errors.StoreError, "s3://bucket/key: OSError: SlowDown (the store throttles"),
         (RuntimeError("odd"), errors.StoreError, "s3://bucket/key: RuntimeError: odd"),
@@ -70,7 +83,7 @@ def test_abandoned_reads_are_logged_without_a_secret(
         (errors.DeniedError("as it is"), errors.DeniedError, "as it is"),
     ],
 )
-def test_errors_of_s3fs_name_path_and_remedy(raised: Exception, expected: type[Exception], message: str) -> None:
+def test_errors_of_obstore_name_path_and_remedy(raised: Exception, expected: type[Exception], message: str) -> None:
     with pytest.raises(expected) as error, errors.explained("s3://bucket/key"):
         raise raised
     assert type(error.value) is expected

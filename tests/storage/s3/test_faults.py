@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import traceback
 
 import pytest
+from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
 from tests.support import s3_server
@@ -13,13 +15,13 @@ from tests.support.s3_proxy import Fault, FaultProxy
 
 
 @pytest.fixture(scope="module")
-def saved(s3_port: int) -> str:
+def saved(s3_port: int, _proxy: FaultProxy) -> str:
     """A checkpoint of `STATE` as step 0, saved once. No test may write to it."""
     s3_server.make_bucket(s3_port, "faults")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.ENVIRONMENT.items():
             patch.setenv(name, value)
-        s3_lib.enable_s3(f"http://127.0.0.1:{s3_port}", stall_seconds=2)
+        s3_lib.enable_s3(_proxy.url, stall_seconds=2)
         save("s3://faults/run", 0)
         s3_lib.disable_s3()
     return "s3://faults/run"
@@ -35,7 +37,11 @@ PASSING = {
     "short metadata": [Fault("short", "GET .*_METADATA", times=2)],
     "short data": [Fault("short", "GET .*/d/", times=2)],
     "slow bytes": [Fault("slow", "GET ")],
-    "a silent connection": [Fault("stall", "GET .*/d/", times=1)],
+    "a silent connection, arrays": [Fault("stall", "GET .*/d/", times=1)],
+    "a silent connection, metadata": [Fault("stall", "GET .*_METADATA", times=1)],
+    "no answer, metadata": [Fault("hold", "GET .*_METADATA", times=1)],
+    "429 on metadata": [Fault("429", "GET .*_METADATA", times=2)],
+    "429 on the manifest": [Fault("429", "GET .*manifest", times=2)],
 }
 
 
@@ -58,6 +64,7 @@ LASTING = {
     "throttled for good, arrays": (Fault("503", "GET .*manifest"), "try again later"),
     "broken for good, arrays": (Fault("500", "GET .*manifest"), "try again later"),
     "broken for good, metadata": (Fault("500", "GET .*_METADATA"), "try again later"),
+    "short for good, metadata": (Fault("short", "GET .*_METADATA"), "check the endpoint"),
     "short for good, arrays": (Fault("short", "GET .*manifest"), "check the endpoint"),
 }
 
@@ -90,3 +97,11 @@ def test_a_missing_bucket_is_named(s3: str) -> None:
     del s3
     with pytest.raises(FileNotFoundError, match=r"s3://no-such-bucket.*create the bucket"):
         save("s3://no-such-bucket/run", 0)
+
+
+def test_an_endpoint_where_nothing_listens_is_named(s3: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        s3_lib.enable_s3(f"http://127.0.0.1:{unused.getsockname()[1]}", "us-east-1", retries=1)
+        with pytest.raises(OSError, match=f"{s3}/0.*check the endpoint and the network"):
+            (epath.Path(s3) / "0").exists()

@@ -54,6 +54,7 @@ def test_endpoint_and_region_come_from_the_usual_variables(
     [
         (Settings(region="eu-west-1"), {"bucket": "bkt", "aws_region": "eu-west-1"}),
         (Settings("http://minio:9000", "x"), {"bucket": "bkt", "endpoint": "http://minio:9000"}),
+        (Settings("http://minio:9000", "x"), {"use_conditional_write": False}),  # Swift refuses them
         (Settings("https://cwobject.com", "x", addressing="virtual"), {"endpoint": "https://bkt.cwobject.com"}),
         (Settings(None, "x", addressing="path"), {"bucket": "bkt", "endpoint": "https://s3.x.amazonaws.com"}),
         (Settings(region="x", profile="lab"), {"aws_credentials": {"type": "default", "profile": "lab"}}),

@@ -49,3 +49,6 @@ def test_a_large_file_reads_only_the_ranges_asked_for(offset: int, whence: int) 
     assert file.read(100) == CONTENT[1000:]
     assert file.read(100) == b""
     assert ranges == [(300, 400), (1000, 1024)]
+    file.seek(10)
+    assert io.BufferedReader(file).read() == CONTENT[10:]
+    assert ranges[2:] == [(10, 1024)]

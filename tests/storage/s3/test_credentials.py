@@ -1,0 +1,261 @@
+"""Where credentials come from. The server is a real one that checks signatures."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import pathlib
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from etils import epath
+
+from orbax_ext.storage import s3 as s3_lib
+from orbax_ext.storage.s3 import client, credentials
+from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError
+from orbax_ext.storage.s3.settings import Settings
+from tests.support import s3_server
+
+KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
+ANSWER = {
+    "AccessKeyId": s3_server.ACCESS_KEY,
+    "SecretAccessKey": s3_server.SECRET_KEY,
+    "Token": s3_server.SESSION_TOKEN,
+    "Expiration": "2099-01-01T00:00:00Z",
+    "Code": "Success",
+}
+STS = (
+    "<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
+    f"<AccessKeyId>{s3_server.ACCESS_KEY}</AccessKeyId><SecretAccessKey>{s3_server.SECRET_KEY}</SecretAccessKey>"
+    f"<SessionToken>{s3_server.SESSION_TOKEN}</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>"
+    "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+)
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    """Hands out credentials as a container's and an instance's service and as AWS's token service do."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.dumps(ANSWER)
+        if self.path.endswith("/security-credentials/"):
+            body = "role"
+        elif self.path.endswith("/api/token"):
+            body = "token"
+        elif self.command == "POST":
+            body = STS
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    do_GET = do_PUT = do_POST = answer  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler], context: ssl.SSLContext | None = None) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+NEEDS_TOKENS = pytest.mark.skipif(
+    not s3_server.STORES[s3_server.STORE].takes_any_session_token,
+    reason="the credentials of these services have a session token, which this store refuses",
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[str]:
+    with serving(Service) as url:
+        yield url
+
+
+def in_a_profile(home: pathlib.Path, service: str) -> dict[str, str]:
+    del service
+    (home / "credentials").write_text(f"[default]\naws_access_key_id = wrong\n[lab]\n{KEYS}")
+    return {"AWS_SHARED_CREDENTIALS_FILE": str(home / "credentials"), "AWS_PROFILE": "lab"}
+
+
+def in_the_default_profile(home: pathlib.Path, service: str) -> dict[str, str]:
+    del service
+    (home / "config").write_text(f"[default]\n{KEYS}")
+    return {"AWS_CONFIG_FILE": str(home / "config")}
+
+
+def in_the_environment_before_a_profile(home: pathlib.Path, service: str) -> dict[str, str]:
+    del service
+    (home / "credentials").write_text("[lab]\naws_access_key_id = wrong\naws_secret_access_key = wrong\n")
+    return {
+        "AWS_SHARED_CREDENTIALS_FILE": str(home / "credentials"),
+        "AWS_PROFILE": "lab",
+        "AWS_ACCESS_KEY_ID": s3_server.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": s3_server.SECRET_KEY,
+    }
+
+
+def of_a_container(home: pathlib.Path, service: str) -> dict[str, str]:
+    (home / "token").write_text("authorization")
+    return {
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/role",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(home / "token"),
+    }
+
+
+def of_an_instance(home: pathlib.Path, service: str) -> dict[str, str]:
+    del home
+    return {"AWS_EC2_METADATA_SERVICE_ENDPOINT": service, "AWS_EC2_METADATA_DISABLED": "false"}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(in_a_profile, in_the_default_profile, in_the_environment_before_a_profile),
+        *(pytest.param(place, marks=NEEDS_TOKENS) for place in (of_a_container, of_an_instance)),
+    ],
+    ids=lambda place: place.__name__.replace("_", " "),
+)
+def test_credentials_are_found(
+    place: Callable[[pathlib.Path, str], dict[str, str]],
+    service: str,
+    s3: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_keys(monkeypatch)
+    for name, value in place(tmp_path, service).items():
+        monkeypatch.setenv(name, value)
+    (epath.Path(s3) / "file").write_text("content")
+    assert (epath.Path(s3) / "file").read_text() == "content"
+
+
+@NEEDS_TOKENS
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate of the token service")
+def test_the_token_of_a_web_identity_is_exchanged_over_https(
+    s3: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_keys(monkeypatch)
+    (tmp_path / "token").write_text("identity")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/trainer")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+    with serving(Service, certificate(tmp_path)) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
+        (epath.Path(s3) / "file").write_text("content")
+    assert (epath.Path(s3) / "file").read_text() == "content"
+
+
+def test_no_credentials_is_an_error_that_says_where_they_may_be(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_keys(monkeypatch)
+    with pytest.raises(PermissionError, match=r"No credentials found: set AWS_ACCESS_KEY_ID .* anonymous=True"):
+        (epath.Path(s3) / "file").exists()
+    s3_lib.enable_s3("http://127.0.0.1:1", profile="none")
+    with pytest.raises(PermissionError, match=r"The profile 'none' is neither in ~/.aws/config nor"):
+        (epath.Path(s3) / "file").exists()
+
+
+def test_a_profile_that_needs_boto3_uses_it_or_names_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        f"[profile sso]\nsso_session = x\n[profile process]\ncredential_process = {sys.executable} -c 0\n"
+    )
+    environ = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    for profile, setting in (("sso", "sso_session"), ("process", "credential_process")):
+        with pytest.raises(DeniedError, match=f"The profile '{profile}' has {setting}, which needs boto3"):
+            credentials.provider(Settings(profile=profile), environ)
+
+
+def test_keys_in_a_file_are_read_again_after_a_while(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id = one\naws_secret_access_key = s\naws_session_token = t\n")
+    environ = {"AWS_CONFIG_FILE": str(tmp_path / "none"), "AWS_SHARED_CREDENTIALS_FILE": str(file)}
+    provider = credentials.provider(Settings(), environ)
+    assert provider is not None
+    assert (provider()["access_key_id"], provider()["token"]) == ("one", "t")
+    file.write_text("[default]\naws_access_key_id = two\naws_secret_access_key = s\n")
+    assert (provider()["access_key_id"], provider()["token"]) == ("two", None)
+
+
+def test_a_file_that_is_not_valid_is_named_without_its_text(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("aws_secret_access_key = hidden-secret\n")
+    with pytest.raises(DeniedError, match=r"credentials can't be read: MissingSectionHeaderError") as error:
+        credentials.provider(Settings(), {"AWS_SHARED_CREDENTIALS_FILE": str(file), "AWS_CONFIG_FILE": "/dev/null"})
+    assert "hidden-secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(("status", "region"), [(200, "eu-west-1"), (301, "eu-west-1"), (403, "eu-west-1")])
+def test_aws_is_asked_for_the_region_of_a_bucket(status: int, region: str) -> None:
+    with serving(region_service(status)) as url:
+        assert client.bucket_region("some-bucket", url) == region
+
+
+def test_a_bucket_that_aws_does_not_know_is_missing() -> None:
+    with serving(region_service(404)) as url, pytest.raises(MissingBucketError, match="s3://some-bucket: NoSuchBucket"):
+        client.bucket_region("some-bucket", url)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bucket", "expected"),
+    [
+        (Settings(region="eu-west-1"), "bkt", ("https://bkt.s3.eu-west-1.amazonaws.com", True)),
+        (Settings(region="eu-west-1"), "my.bkt", ("https://s3.eu-west-1.amazonaws.com", False)),
+        (Settings(region="cn-north-1", addressing="path"), "bkt", ("https://s3.cn-north-1.amazonaws.com.cn", False)),
+        (Settings("http://minio:9000", "x"), "bkt", ("http://minio:9000", False)),
+        (Settings("https://cwobject.com", "x", addressing="virtual"), "bkt", ("https://bkt.cwobject.com", True)),
+    ],
+)
+def test_the_client_is_told_its_endpoint_whatever_the_environment_says(
+    settings: Settings, bucket: str, expected: tuple[str, bool]
+) -> None:
+    arguments = client.client_arguments(settings, bucket, {"AWS_ACCESS_KEY_ID": "x", "AWS_ENDPOINT_URL": "http://not"})
+    assert (arguments["aws_endpoint_url_s3"], arguments["virtual_hosted_style_request"]) == expected
+
+
+def certificate(folder: pathlib.Path) -> ssl.SSLContext:
+    """Makes an authority, ca.pem, and a certificate for 127.0.0.1."""
+    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    for arguments in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority -keyout ca.key -out ca.pem",
+        "req -newkey rsa:2048 -nodes -subj /CN=service -keyout service.key -out service.csr",
+        "x509 -req -in service.csr -CA ca.pem -CAkey ca.key -days 2 -extfile extensions -out service.pem",
+    ):
+        subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True, timeout=60)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "service.pem", folder / "service.key")
+    return context
+
+
+def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def region_service(status: int) -> type[http.server.BaseHTTPRequestHandler]:
+    class Region(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.send_header("x-amz-bucket-region", "eu-west-1")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Region

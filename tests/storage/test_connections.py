@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from orbax_ext.storage import connections
+
+TIME = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"
+VARIABLES = (TIME, "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS")
+
+
+@pytest.fixture(autouse=True)
+def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+
+
+def test_a_limit_is_set_unless_the_user_has_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIME, "7")
+    assert connections.limit_silence(60) == {VARIABLES[1]: "1", VARIABLES[2]: "30"}
+    assert os.environ[TIME] == "7"
+    assert connections.limit_silence(60) == {}
+
+
+@pytest.mark.parametrize(("path", "seconds"), [("gs://bucket/run", "60"), ("/data/run", None), ("s3://bucket/x", None)])
+def test_a_restore_from_gcs_limits_silence_to_a_part_of_its_own_limit(path: str, seconds: str | None) -> None:
+    connections.limit_silence_on_gcs(path, 300.0)
+    assert os.environ.get(TIME) == seconds
