@@ -6,10 +6,12 @@ Values from other processes are data: they are parsed as JSON, never executed, a
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+CLOSE_LIMIT = 1.0  # seconds for a write that is under way: what it writes later, nobody would remove
 MAX_VALUE = 1 << 16  # characters of one process's contribution to a meeting
 
 
@@ -38,10 +40,13 @@ class Board:
         self.client = client
         self.answered = time.monotonic()
         self._closed = False
+        self._writing = threading.Lock()
 
     def close(self) -> None:
-        """Makes every later read and write through this board raise `ClosedError`."""
+        """Makes every later read and write through this board raise `ClosedError`. Waits a moment for one under way."""
         self._closed = True
+        if self._writing.acquire(timeout=CLOSE_LIMIT):
+            self._writing.release()
 
     def put(self, key: str, value: Mapping[str, Any], most: int = MAX_VALUE, *, once: bool = False) -> bool:
         """Sets a key; raises `ValueError` if the value is longer than `most` characters as JSON.
@@ -54,7 +59,8 @@ class Board:
                 f"A message of {len(text)} characters is too long for a meeting: at most {most} are allowed."
             )
         try:
-            self._open().key_value_set(key, text, allow_overwrite=not once)
+            with self._writing:
+                self._open().key_value_set(key, text, allow_overwrite=not once)
         except Exception as error:
             if not once or "ALREADY_EXISTS" not in str(error):
                 raise
@@ -96,13 +102,15 @@ class Board:
 
     def count(self, key: str) -> int:
         """Adds one to a counter and returns its new value."""
-        number = self._open().key_value_increment(key, 1)
+        with self._writing:
+            number = self._open().key_value_increment(key, 1)
         self.answered = time.monotonic()
         return int(number)
 
     def delete(self, key: str) -> None:
         """Removes a key and all keys under it."""
-        self._open().key_value_delete(key)
+        with self._writing:
+            self._open().key_value_delete(key)
         self.answered = time.monotonic()
 
     def _open(self) -> Client:

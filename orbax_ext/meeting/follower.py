@@ -65,23 +65,31 @@ class Follower(Member):
     def _await_outcome(self, number: int) -> Steps:
         session = self.in_session()
 
-        def missing() -> Generator[Action, Moment, list[int]]:
+        def missing(published: list[int]) -> Generator[Action, Moment, list[int]]:
+            if number == 0:  # process 0 has replied, but not published the outcome
+                return (yield from self._not_arrived([]))
             found = yield from self.call(Read(session.meeting(number), self.most))
-            return self.not_in(contributions(found)) if number else []  # all had arrived when process 0 replied
+            return self.not_in(contributions(found))
 
         def give_up(error: errors.RestoreFailedError | errors.RestoreTimeoutError) -> Steps:
-            return self.decide(session.outcome(number), {ERROR: wire.restore_error_to_json(error)})
+            outcome = {ERROR: wire.restore_error_to_json(error)}
+            stands = yield from self.decide(session.outcome(number), outcome)
+            if stands is outcome and number == 0:  # process 0 may not have replied to all
+                yield from self.tell_waiting(outcome)
+            return stands
 
         return self._await(session.outcome(number), session.status, missing, give_up)
 
-    def _not_arrived(self) -> Generator[Action, Moment, list[int]]:
-        return self.not_in((yield from self.arrivals()).nonces)
+    def _not_arrived(self, published: list[int]) -> Generator[Action, Moment, list[int]]:
+        """Returns who is missing according to process 0. Others may have arrived and left again, told by somebody."""
+        yield from self.arrivals()
+        return published
 
     def _await(
         self,
         key: str,
         status: str,
-        missing: Callable[[], Generator[Action, Moment, list[int]]],
+        missing: Callable[[list[int]], Generator[Action, Moment, list[int]]],
         give_up: Callable[[Any], Steps],
     ) -> Steps:
         """Waits for a decision of process 0; returns what is decided, if need be by this process."""
@@ -100,9 +108,10 @@ class Follower(Member):
             if patience.time_to_log():
                 yield from self.call(Log(waiting_for(self, report["missing"] if report else [LEADER])))
             try:
-                if not self.id:
-                    yield from self.raise_absent()
-                if patience.expired():
-                    raise self.timeout((yield from missing()) or [LEADER], news)
+                if not self.id and (note := (yield from self.call(Get(self.keys.absence(LEADER))))):
+                    raise errors.RestoreFailedError({LEADER: self.failure(LEADER, str(note["why"]))})
+                if patience.expired(self.limits.stall):
+                    published = report["missing"] if report and not patience.stalled(self.limits.stall) else []
+                    raise self.timeout((yield from missing(published)) or [LEADER], news)
             except RESTORE_ERRORS as error:
                 return (yield from give_up(error))

@@ -20,15 +20,18 @@ class SubjectKeys:
         self.absences = f"{self._home}/absent"
         self.sessions = f"{self._home}/session"
 
-    def arrival(self, process: int) -> str:
-        """Everything about the arrival of one process: `arrived` and `reply`."""
+    def arrivals_of(self, process: int) -> str:
         return f"{self.arrivals}/{process}"
 
-    def arrived(self, process: int) -> str:
-        return f"{self.arrivals}/{process}/in"
+    def arrival(self, process: int, nonce: str) -> str:
+        """Everything about one arrival: `arrived` and `reply`. The nonce keeps late calls away from a later arrival."""
+        return f"{self.arrivals}/{process}/{nonce}"
+
+    def arrived(self, process: int, nonce: str) -> str:
+        return f"{self.arrival(process, nonce)}/in"
 
     def reply(self, process: int, nonce: str) -> str:
-        return f"{self.arrivals}/{process}/reply/{nonce}"
+        return f"{self.arrival(process, nonce)}/reply"
 
     def absence(self, process: int) -> str:
         return f"{self.absences}/{process}"

@@ -55,6 +55,7 @@ class Leader(Member):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.heard: dict[int, Heard] = {}
+        self._published, self._beats = self.now, 0  # when the status was published last, and how often by `beat`
         self.longest_pause = min(PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self.place.processes))
 
     def arrive(self, mine: Contribution) -> Contributions:
@@ -66,7 +67,6 @@ class Leader(Member):
             outcome = yield from self.give_up_arrival(error)
         else:
             outcome = yield from self._open_session(arrivals)
-        yield from self.call(Delete(self.keys.status))
         yield from self.end_arrival()
         found = wire.unpack(take(outcome))
         self.met(found)
@@ -86,15 +86,24 @@ class Leader(Member):
                 self.last = _last(arrivals.came, before)
                 return arrivals
             before = arrivals.standing()
-            if self.now - looked > self.look_every or patience.expired():
+            if self.now - looked > self.look_every or patience.expired(self.limits.stall):
                 looked = self.now
-                yield from self.raise_absent()
+                absent = yield from self._absent()
+                if absent.keys() >= set(missing):  # not before: those who are still to come have to learn it too
+                    raise errors.RestoreFailedError(
+                        {process: self.failure(process, absent[process]) for process in missing}
+                    )
                 patience.note(len(before))
                 yield from self._publish_status(self.keys.status, missing, patience)
-            if patience.expired():
-                raise self.timeout(missing, {})
+                if patience.expired(self.limits.stall):
+                    raise self.timeout(missing, absent)
             yield from self.call(Sleep(pause))
             pause = min(self.longest_pause, pause * 1.5)
+
+    def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
+        """Returns the processes that have announced that they will not arrive, with the reason."""
+        notes = by_process((yield from self.call(Read(self.keys.absences))))
+        return {process: str(note["why"]) for process, note in notes.items()}
 
     def _open_session(self, arrivals: Arrivals) -> Steps:
         """Replies to each arrival with the id of the session; returns the outcome of the arrival.
@@ -108,24 +117,31 @@ class Leader(Member):
             reply = Put(self.keys.reply(process, nonce), self._stamped({"id": self.id}), once=True)
             if process != LEADER and not (yield from self.call(reply)):
                 refused.append(process)
-        lost = yield from self._lost(arrivals)
-        if lost:
-            outcome = yield from self._error_of(lost, arrivals)
-            for _ in refused:  # they were never in this session
-                yield from self.call(Count(self.in_session().gone))
-        else:
-            outcome = self._stamped(wire.pack(arrivals.payloads))
-        return (yield from self.decide(self.in_session().outcome(0), outcome))
-
-    def _lost(self, arrivals: Arrivals) -> Generator[Action, Moment, list[int]]:
-        """Returns the processes that gave up before they were replied to. Removes replies that nobody will read."""
+            yield from self.beat()
         current = yield from self.arrivals()
         gone = [process for process, nonce in arrivals.nonces.items() if current.nonces.get(process) != nonce]
-        for process in gone:
-            yield from self.call(Delete(self.keys.reply(process, arrivals.nonces[process])))
-        replies = {process: current.replies.get((process, nonce), {}) for process, nonce in arrivals.nonces.items()}
-        refused = [process for process, reply in replies.items() if process != LEADER and reply.get("id") != self.id]
-        return sorted({*gone, *refused})
+        unread = [process for process in gone if (process, arrivals.nonces[process]) in current.replies]
+        for process in unread:
+            yield from self.call(Delete(self.keys.arrival(process, arrivals.nonces[process])))
+        outcome = self._stamped(wire.pack(arrivals.payloads))
+        if refused or gone:
+            outcome = yield from self._error_of(sorted({*refused, *gone}), arrivals)
+            for _ in {*refused, *unread}:  # they were never in this session
+                yield from self.call(Count(self.in_session().gone))
+        return (yield from self.decide(self.in_session().outcome(0), outcome))
+
+    def beat(self) -> Steps:
+        """Replies to many processes take long: lets those go on who wait for theirs, or for the outcome."""
+        if self.now - self._published > self.look_every / 2:
+            self._beats += 1
+            yield from self._publish_status(self.keys.status, [])
+            if self.id:
+                yield from self._publish_status(self.in_session().status, [])
+
+    def end_arrival(self) -> Steps:
+        """Removes the status as well."""
+        yield from self.call(Delete(self.keys.status))
+        yield from super().end_arrival()
 
     def _error_of(self, lost: list[int], arrivals: Arrivals) -> Steps:
         """Waits a moment for the error that a process that has given up tells the others."""
@@ -137,6 +153,7 @@ class Leader(Member):
                 if ERROR in reply:
                     return reply
             yield from self.call(Sleep(PAUSES[1]))
+            yield from self.beat()
         why = dict.fromkeys(lost, "gave up before the others had arrived")
         return {ERROR: wire.restore_error_to_json(self.timeout(lost, why))}
 
@@ -176,8 +193,8 @@ class Leader(Member):
                 yield from self._listen()
                 patience.note((len(found), self._advance))
                 yield from self._publish_status(self.in_session().status, missing, patience)
-            if patience.expired(stall):
-                raise self._gave_up(found, missing, failed)
+                if patience.expired(stall):
+                    raise self._gave_up(found, missing, failed)
             yield from self.call(Sleep(pause))
             pause = min(self.longest_pause, pause * 1.5)
 
@@ -232,7 +249,9 @@ class Leader(Member):
         named = missing[:MAX_NAMES]
         news = {process: self.heard[process].told(self.now) for process in named if process in self.heard}
         found = self.place.processes - len(missing)
-        yield from self.call(Put(key, {"advance": [found, self._advance], "missing": named, "news": news}))
+        advance = [found, self._advance, self._beats]
+        self._published = self.now
+        yield from self.call(Put(key, {"advance": advance, "missing": named, "news": news}))
         if patience is not None and patience.time_to_log():
             yield from self.call(Log(waiting_for(self, missing)))
 

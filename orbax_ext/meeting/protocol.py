@@ -80,10 +80,11 @@ class Patience:
         if state != self._seen:
             self._seen, self._advanced = state, self._waiting.awake
 
-    def expired(self, stall: float | None = None) -> bool:
-        stall = self._waiting.limits.stall if stall is None else stall
-        waited_too_long = self._waiting.awake - self._advanced > stall + self._grace
-        return waited_too_long or self._waiting.now > self._waiting.deadline + self._grace
+    def stalled(self, stall: float) -> bool:
+        return self._waiting.awake - self._advanced > stall + self._grace
+
+    def expired(self, stall: float) -> bool:
+        return self.stalled(stall) or self._waiting.now > self._waiting.deadline + self._grace
 
     def time_to_log(self) -> bool:
         if self._waiting.now - self._logged <= LOG_EVERY:
@@ -99,7 +100,7 @@ class Member:
       place: Who this process is.
       subject: Name of the session; sessions with different subjects do not affect each other.
       limits: How long to wait.
-      nonce: A text that no other session has.
+      nonce: A text that no other session has. Later nonces of the same process are greater.
       now: The time.
       hosts_met: Hosts of earlier sessions, to name a process that does not arrive at this one. Is added to.
     """
@@ -125,6 +126,7 @@ class Member:
         # With many processes each one looks less often, so that the load on the service stays the same.
         self.look_every = min(10.0, max(2.0, place.processes / 100), max(limits.stall / 4, 0.5))
         self.most = MAX_VALUE * place.processes  # characters of an outcome
+        self.seen: Mapping[int, str] = {}  # the nonces of those who had arrived when this process looked last
         self._hosts_met = hosts_met
         self._arriving = False
         self._left = False
@@ -153,52 +155,61 @@ class Member:
     # Arriving.
 
     def come(self, mine: Contribution) -> Steps:
-        """Announces this process. What an earlier arrival of it left behind goes first."""
-        yield from self.call(Delete(self.keys.arrival(self.place.process)))
-        arrival = {"nonce": self.nonce, "payload": {**mine, "host": self.place.host}, CAME: self.wall}
+        """Announces this process. What earlier arrivals of it left behind goes first."""
+        process, payload = self.place.process, {**mine, "host": self.place.host}
+        names = yield from self.call(Read(self.keys.arrivals_of(process), self.most))
+        for nonce in sorted({name.partition("/")[0] for name in names}):
+            yield from self.call(Delete(self.keys.arrival(process, nonce)))
         self._arriving = True
-        yield from self.call(Put(self.keys.arrived(self.place.process), arrival))
+        yield from self.call(Put(self.keys.arrived(process, self.nonce), {"payload": payload, CAME: self.wall}))
 
     def arrivals(self) -> Generator[Action, Moment, Arrivals]:
-        """Reads who has arrived."""
-        found = yield from self.call(Read(self.keys.arrivals, self.most))
-        return Arrivals(found)
+        arrivals = Arrivals((yield from self.call(Read(self.keys.arrivals, self.most))))
+        self.seen = arrivals.nonces
+        return arrivals
 
     def give_up_arrival(self, error: errors.RestoreFailedError | errors.RestoreTimeoutError) -> Steps:
-        """Gives up the arrival; returns the reply that stands: this error, or what was decided before."""
+        """Gives up the arrival; returns the reply that stands: this error, or what was decided before.
+
+        The error of a process that leaves while process 0 waits for it is not told: process 0 will tell all that it is
+        missing, when all others are there. Otherwise those who come a moment later would wait for the ones that left.
+        """
         reply = {ERROR: restore_error_to_json(error)}
         stands = yield from self.decide(self.keys.reply(self.place.process, self.nonce), reply)
-        if stands is reply:
-            yield from self._tell_waiting(reply)
+        if stands is reply and (self.place.process == LEADER or isinstance(error, errors.RestoreTimeoutError)):
+            yield from self.tell_waiting(reply)
         return stands
 
-    def _tell_waiting(self, reply: Mapping[str, Any]) -> Steps:
+    def tell_waiting(self, reply: Mapping[str, Any]) -> Steps:
         """Replies to all who wait in `arrive`, and takes back the arrival of this process.
 
-        The arrival goes after the replies: until then nobody may call this process missing. Then it looks once more,
-        because process 0 may have come and seen the arrival before it went. A reply that nobody will read any more,
-        because its process gave up at the same time, is removed.
+        The arrival goes after the replies: until then nobody may call this process missing. Process 0 may have come
+        and seen the arrival before it went, so it is told as well. A process that has come since this one looked may be
+        at its next restore and is not told. A reply to a process that gave up at the same time is removed.
         """
-        told: dict[int, str] = {}
-        taken_back = False
-        while True:
-            arrivals = yield from self.arrivals()
-            for process in [process for process, nonce in told.items() if arrivals.nonces.get(process) != nonce]:
-                yield from self.call(Delete(self.keys.reply(process, told.pop(process))))
-            waiting = [process for process in arrivals.standing() if process != self.place.process]
-            new = [process for process in waiting if told.get(process) != arrivals.nonces[process]]
-            for process in new:
-                told[process] = arrivals.nonces[process]
-                yield from self.call(Put(self.keys.reply(process, told[process]), reply, self.most, once=True))
-            if taken_back and not new:
-                return
-            if not taken_back:
-                yield from self.call(Delete(self.keys.arrived(self.place.process)))
-                taken_back = True
+        me, before = self.place.process, self.seen
+        standing = (yield from self.arrivals()).standing()
+        told = {other: nonce for other, nonce in standing.items() if other != me and before.get(other) == nonce}
+        for other, nonce in told.items():
+            yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))
+            yield from self.beat()
+        yield from self.call(Delete(self.keys.arrived(me, self.nonce)))
+        now = yield from self.arrivals()
+        if LEADER not in (me, *told) and LEADER in now.standing():
+            told[LEADER] = now.nonces[LEADER]
+            yield from self.call(Put(self.keys.reply(LEADER, told[LEADER]), reply, self.most, once=True))
+            now = yield from self.arrivals()
+        for other, nonce in told.items():
+            if now.nonces.get(other) != nonce:
+                yield from self.call(Delete(self.keys.reply(other, nonce)))
+
+    def beat(self) -> Steps:
+        """Shows those who wait that this process is still at it. Only process 0 is waited for."""
+        yield from ()
 
     def end_arrival(self) -> Steps:
         """Removes the arrival and the reply to it, at once."""
-        yield from self.call(Delete(self.keys.arrival(self.place.process)))
+        yield from self.call(Delete(self.keys.arrival(self.place.process, self.nonce)))
         self._arriving = False
 
     def enter(self, session: str) -> None:
@@ -210,14 +221,6 @@ class Member:
             raise RuntimeError("This process has not arrived at a session yet; call `arrive` first.")
         return self.session
 
-    def raise_absent(self) -> Steps:
-        """Raises if a process has announced that it will not arrive."""
-        absent = by_process((yield from self.call(Read(self.keys.absences))))
-        if absent:
-            raise errors.RestoreFailedError(
-                {process: self.failure(process, str(note["why"])) for process, note in absent.items()}
-            )
-
     # Leaving, and what is not a meeting.
 
     def leave(self, error: BaseException | None = None) -> Steps:
@@ -227,7 +230,7 @@ class Member:
         self._left = True
         departure = _departure(self, error)
         if not self.id:
-            stands = yield from self.give_up_arrival(departure)
+            stands = yield from self.give_up_arrival(departure)  # process 0 may have replied meanwhile
             if ERROR in stands:
                 yield from self.end_arrival()
                 return
@@ -292,14 +295,14 @@ class Arrivals:
         self.payloads: dict[int, Contribution] = {}
         self.came: dict[int, float] = {}
         self.replies: dict[tuple[int, str], Mapping[str, Any]] = {}
-        for name, value in found.items():
-            process, _, rest = name.partition("/")
-            if process.isdecimal() and rest == "in" and value is not None:
-                self.nonces[int(process)] = value["nonce"]
+        for name, value in sorted(found.items()):  # of several arrivals of a process the last one counts
+            process, nonce, kind = name.split("/")
+            if kind == "in" and value is not None:
+                self.nonces[int(process)] = nonce
                 self.payloads[int(process)] = value["payload"]
                 self.came[int(process)] = float(value[CAME])
-            elif process.isdecimal() and rest.startswith("reply/"):
-                self.replies[int(process), rest.removeprefix("reply/")] = value or {}
+            elif kind == "reply":
+                self.replies[int(process), nonce] = value or {}
 
     def standing(self) -> dict[int, str]:
         """Returns the nonces of those who wait for a reply. An arrival with a reply belongs to an earlier session."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import socket
 import time
@@ -23,8 +24,9 @@ import jax
 from absl import logging
 
 from orbax_ext import errors
-from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps, Wait
+from orbax_ext.meeting.actions import Steps
 from orbax_ext.meeting.board import Board, Client, LocalClient
+from orbax_ext.meeting.driver import run
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import PREFIX, SubjectKeys
 from orbax_ext.meeting.leader import Leader
@@ -38,6 +40,7 @@ from orbax_ext.upstream import runtime
 T = TypeVar("T")
 Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds waited, the process that arrived last
 
+_sessions = itertools.count()  # of this process
 _hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not arrive at a later one
 
 
@@ -66,7 +69,7 @@ class Session:
     ) -> None:
         place = Place(process, processes, socket.gethostname())
         role = Leader if process == LEADER else Follower
-        self._member = role(place, subject, limits, uuid.uuid4().hex, time.monotonic(), _hosts_met)
+        self._member = role(place, subject, limits, _new_nonce(), time.monotonic(), _hosts_met)
         self._board = Board(client)
         self._done = done
         self._waited = waited
@@ -222,40 +225,9 @@ class Session:
                 self._waited(phase or self.phase, time.monotonic() - came, self._member.last)
 
 
-def run(steps: Steps, board: Board) -> Any:
-    """Runs a machine of the protocol on a coordination service; returns its result."""
-    try:
-        action = next(steps)
-        while True:
-            try:
-                answer = perform(action, board)
-            except Exception as error:
-                action = steps.throw(error)
-            else:
-                action = steps.send(Moment(answer, time.monotonic(), time.time()))
-    except StopIteration as end:
-        return end.value
-
-
-def perform(action: Action, board: Board) -> Any:
-    """Does what a machine asks for; returns the answer."""
-    match action:
-        case Put(key, value, most, once):
-            return board.put(key, value, most, once=once)
-        case Get(key):
-            return board.get(key)
-        case Read(home, most):
-            return board.read(home, most)
-        case Wait(key, seconds, most):
-            return board.wait(key, seconds, most)
-        case Count(key):
-            return board.count(key)
-        case Delete(key):
-            return board.delete(key)
-        case Sleep(seconds):
-            return time.sleep(seconds)
-        case Log(line):
-            return logging.info("%s", line)
+def _new_nonce() -> str:
+    """Returns a text that no other session has, and that is greater than those of earlier sessions of this process."""
+    return f"{next(_sessions):08d}-{uuid.uuid4().hex}"
 
 
 def open_session(
