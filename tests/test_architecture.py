@@ -34,7 +34,8 @@ LAYERS = (
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 PURE = {"numpy", "orbax_ext", "__future__"} | set(sys.stdlib_module_names)
 LIGHT = ("--help", "doctor --help", "plan --help", "report --help", "patch --help")  # commands that do not need JAX
-PROTOCOL = tuple(f"orbax_ext.meeting.{name}" for name in ("actions", "keys", "protocol", "leader", "follower", "wire"))
+PROTOCOL_MODULES = ("actions", "keys", "arrivals", "protocol", "leader", "follower", "wire")
+PROTOCOL = tuple(f"orbax_ext.meeting.{name}" for name in PROTOCOL_MODULES)
 MOST_FILES, MOST_LINES, MOST_METHODS = 16, 350, 20
 
 

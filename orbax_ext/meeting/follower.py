@@ -10,9 +10,9 @@ from typing import Any
 
 from orbax_ext import errors
 from orbax_ext.meeting import wire
-from orbax_ext.meeting.actions import Action, Get, Log, Moment, Put, Read, Sleep, Steps, Wait
+from orbax_ext.meeting.actions import Action, Get, Log, Moment, Put, Read, Steps, Wait
+from orbax_ext.meeting.arrivals import CAME, contributions
 from orbax_ext.meeting.protocol import (
-    CAME,
     ERROR,
     GRACE,
     LEADER,
@@ -21,7 +21,6 @@ from orbax_ext.meeting.protocol import (
     Contributions,
     Member,
     Patience,
-    contributions,
     take,
     waiting_for,
 )
@@ -54,7 +53,7 @@ class Follower(Member):
     def meet(self, phase: str, mine: Contribution) -> Contributions:
         """Waits until all processes are at this meeting; returns their contributions."""
         number, self.phase = self.next, phase
-        yield from self.call(Sleep(0))
+        yield from self.wake()
         key = self.in_session().contribution(number, self.place.process)
         yield from self.call(Put(key, {**mine, CAME: self.wall}))
         outcome = yield from self._await_outcome(number)

@@ -12,8 +12,8 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
+from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions
 from orbax_ext.meeting.protocol import (
-    CAME,
     ERROR,
     GRACE,
     HAND_IN_LIMIT,
@@ -21,12 +21,9 @@ from orbax_ext.meeting.protocol import (
     MAX_NAMES,
     ONLY_WAITED,
     RESTORE_ERRORS,
-    Arrivals,
     Contributions,
     Member,
     Patience,
-    by_process,
-    contributions,
     take,
     waiting_for,
 )
@@ -56,6 +53,7 @@ class Leader(Member):
         super().__init__(*args)
         self.heard: dict[int, Heard] = {}
         self._published, self._beats = self.now, 0  # when the status was published last, and how often by `beat`
+        self._working: tuple[int, Patience] | None = None  # while process 0 works: the next meeting, and its patience
         self.longest_pause = min(PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self.place.processes))
 
     def arrive(self, mine: Contribution) -> Contributions:
@@ -160,7 +158,7 @@ class Leader(Member):
     def meet(self, phase: str, mine: Contribution) -> Contributions:
         """Waits until all processes are at this meeting; returns their contributions."""
         session, number, self.phase = self.in_session(), self.next, phase
-        yield from self.call(Sleep(0))
+        yield from self.wake()
         yield from self.call(Put(session.contribution(number, LEADER), {**mine, CAME: self.wall}))
         outcome: Mapping[str, Any]
         try:
@@ -214,12 +212,27 @@ class Leader(Member):
         late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
         return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
 
-    def report(self, done: Callable[[], int]) -> Steps:
-        """Publishes how far all are: the others may already be waiting, and the status lets them go on."""
+    def report(self, done: Callable[[], int]) -> Generator[Action, Moment, bool]:
+        """Publishes how far all are: the others may already be waiting, and the status lets them go on.
+
+        Decides the meeting if no process advances, so that a process that is stuck at work ends too.
+        """
+        session = self.in_session()
         yield from super().report(done)
         yield from self._listen()
-        found = yield from self.call(Read(self.in_session().meeting(self.next), self.most))
-        yield from self._publish_status(self.in_session().status, self.not_in(contributions(found)))
+        brought = yield from self.call(Read(session.meeting(self.next), self.most))
+        found = contributions(brought)
+        missing = self.not_in(found)
+        yield from self._publish_status(session.status, missing)
+        if self._working is None or self._working[0] != self.next:
+            self._working = self.next, Patience(self)
+        patience = self._working[1]
+        patience.note([len(found), *((news.phase, news.done) for news in self.heard.values())])
+        if "out" not in brought and missing and patience.expired(self.limits.stall):
+            error = self.timeout(missing, {process: news.told(self.now) for process, news in self.heard.items()})
+            yield from self.decide(session.outcome(self.next), {ERROR: wire.restore_error_to_json(error)})
+            return True
+        return ERROR in (brought.get("out") or {})
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:
         """Waits a few seconds for the texts of all processes and returns them."""

@@ -23,7 +23,8 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, TypeAlias
 
 from orbax_ext import errors, text
-from orbax_ext.meeting.actions import Action, Count, Delete, Get, Moment, Put, Read, Steps
+from orbax_ext.meeting.actions import Action, Count, Delete, Get, Moment, Put, Read, Sleep, Steps
+from orbax_ext.meeting.arrivals import CAME, Arrivals
 from orbax_ext.meeting.board import MAX_VALUE
 from orbax_ext.meeting.keys import SessionKeys, SubjectKeys
 from orbax_ext.meeting.wire import Contribution, failure_to_json, restore_error_from_json, restore_error_to_json
@@ -38,7 +39,6 @@ LOG_EVERY = 30.0  # seconds
 MAX_NAMES = 16  # processes that a message names
 ERROR = "restore_error"  # in a reply or an outcome: the error that all processes raise
 ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
-CAME = "came"  # when a process arrived at a meeting, by its own clock
 RESTORE_ERRORS = (errors.RestoreFailedError, errors.RestoreTimeoutError)  # those that all processes raise
 _MOMENT = 1.0  # seconds: a call that takes longer shows that this process or the service stood still
 _MESSAGE = 0.1  # seconds that a message of process 0 usually takes at most
@@ -130,6 +130,7 @@ class Member:
         self._hosts_met = hosts_met
         self._arriving = False
         self._left = False
+        self._looked = now
 
     def call(self, action: Action) -> Steps:
         """Yields an action; returns the answer."""
@@ -139,6 +140,11 @@ class Member:
             self._stood_still += late
         self.now, self.wall = moment.now, moment.wall
         return moment.answer
+
+    def wake(self) -> Steps:
+        """Asks for the time. The first step of a machine, because time has passed since the last one."""
+        moment: Moment = yield Sleep(0)
+        self.now, self.wall = moment.now, moment.wall
 
     @property
     def awake(self) -> float:
@@ -156,6 +162,7 @@ class Member:
 
     def come(self, mine: Contribution) -> Steps:
         """Announces this process. What earlier arrivals of it left behind goes first."""
+        yield from self.wake()
         process, payload = self.place.process, {**mine, "host": self.place.host}
         names = yield from self.call(Read(self.keys.arrivals_of(process), self.most))
         for nonce in sorted({name.partition("/")[0] for name in names}):
@@ -228,6 +235,7 @@ class Member:
         if self._left or not (self._arriving or self.id):
             return
         self._left = True
+        yield from self.wake()
         departure = _departure(self, error)
         if not self.id:
             stands = yield from self.give_up_arrival(departure)  # process 0 may have replied meanwhile
@@ -245,9 +253,18 @@ class Member:
         if (yield from self.call(Count(session.gone))) == self.place.processes:
             yield from self.call(Delete(session.home))
 
-    def report(self, done: Callable[[], int]) -> Steps:
-        """Publishes how far this process is. Called regularly while it works."""
-        yield from self.call(Put(self.in_session().report(self.place.process), {"phase": self.phase, "done": done()}))
+    def report(self, done: Callable[[], int]) -> Generator[Action, Moment, bool]:
+        """Publishes how far this process is. Called regularly while it works.
+
+        Returns whether the next meeting has failed already: then nobody waits for the work any more.
+        """
+        session = self.in_session()
+        yield from self.wake()
+        yield from self.call(Put(session.report(self.place.process), {"phase": self.phase, "done": done()}))
+        if self.now - self._looked <= self.look_every:
+            return False
+        self._looked = self.now
+        return ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {})
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:
         """Sends a text to process 0."""
@@ -287,28 +304,6 @@ class Member:
         return {**self._hosts_met, **self.hosts}
 
 
-class Arrivals:
-    """Who has arrived: the nonce and the payload of each process, and the replies that have been written."""
-
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.nonces: dict[int, str] = {}
-        self.payloads: dict[int, Contribution] = {}
-        self.came: dict[int, float] = {}
-        self.replies: dict[tuple[int, str], Mapping[str, Any]] = {}
-        for name, value in sorted(found.items()):  # of several arrivals of a process the last one counts
-            process, nonce, kind = name.split("/")
-            if kind == "in" and value is not None:
-                self.nonces[int(process)] = nonce
-                self.payloads[int(process)] = value["payload"]
-                self.came[int(process)] = float(value[CAME])
-            elif kind == "reply":
-                self.replies[int(process), nonce] = value or {}
-
-    def standing(self) -> dict[int, str]:
-        """Returns the nonces of those who wait for a reply. An arrival with a reply belongs to an earlier session."""
-        return {process: nonce for process, nonce in self.nonces.items() if (process, nonce) not in self.replies}
-
-
 def _departure(member: Member, error: BaseException | None) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
     """Returns the error that the others raise if they wait for a process that has left."""
     if isinstance(error, RESTORE_ERRORS):
@@ -323,16 +318,6 @@ def take(stands: Mapping[str, Any]) -> Mapping[str, Any]:
     if ERROR in stands:
         raise restore_error_from_json(stands[ERROR])
     return stands
-
-
-def by_process(found: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns values by process; leaves out those that are too long and keys that name no process."""
-    return {int(name): value for name, value in found.items() if name.isdecimal() and value is not None}
-
-
-def contributions(found: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns the contributions among the keys of a meeting."""
-    return by_process({name.removeprefix("in/"): own for name, own in found.items() if name.startswith("in/")})
 
 
 def waiting_for(waiting: Member, missing: Collection[int]) -> str:

@@ -74,6 +74,8 @@ class Session:
         self._done = done
         self._waited = waited
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None  # that works
+        self._stopped = False  # the task was cancelled by this session
         self.worked = 0  # bytes done that `done` does not count
 
     def __enter__(self) -> Self:
@@ -110,17 +112,24 @@ class Session:
     ) -> tuple[T, dict[int, Contribution]]:
         """Does the same as `together`, and also returns what `contribution` returned after the work on each process.
 
-        An interrupt is not caught: the process leaves the session, and that ends the meeting for the others.
+        An interrupt is not caught: the process leaves the session, and that ends the meeting for the others. Work that
+        nobody waits for any more, because the meeting has failed, is cancelled.
         """
         self._member.phase = phase
-        self._loop = asyncio.get_running_loop()
-        mine: Contribution
+        self._loop, self._task, self._stopped = asyncio.get_running_loop(), asyncio.current_task(), False
+        mine: Contribution = {}
         try:
             with self.reporting():
                 result = await work
             mine = contribution()
+        except asyncio.CancelledError:
+            if not self._stopped or (task := self._task) is None:
+                raise
+            task.uncancel()
         except Exception as error:
             mine = failure_to_json(error)
+        finally:
+            self._task = None
         outcomes = await in_thread(self.meet, phase, mine)
         failed = failures_from_json(outcomes, self.hosts, phase)
         if failed:
@@ -212,7 +221,14 @@ class Session:
             # From Orbax 0.12.0 on, a KeyboardInterrupt closes the event loop without an error in what ran there.
             self.leave(InterruptedError("the restore was interrupted"))
             raise StopTicking
-        run(self._member.report(lambda: self._done() + self.worked), self._board)
+        failed = run(self._member.report(lambda: self._done() + self.worked), self._board)
+        if failed and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop_work)
+            raise StopTicking
+
+    def _stop_work(self) -> None:
+        if self._task is not None:
+            self._stopped = self._task.cancel()
 
     @contextlib.contextmanager
     def _waiting(self, phase: str = "") -> Iterator[None]:

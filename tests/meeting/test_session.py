@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -97,3 +99,45 @@ def test_a_process_may_leave_right_after_a_meeting() -> None:
 def test_a_meeting_before_the_arrival_is_refused() -> None:
     with pytest.raises(RuntimeError, match="call `arrive` first"):
         Session(LocalClient(), 0, 1, "restore", Limits(stall=5.0)).meet("work")
+
+
+@pytest.mark.parametrize("stuck", [(0,), (1,), (0, 1)])
+def test_a_process_that_is_stuck_at_work_ends_with_the_others(stuck: tuple[int, ...]) -> None:
+    client = SharedClient()
+    never = asyncio.Event
+
+    async def do(process: int) -> None:
+        if process in stuck:
+            await never().wait()
+
+    def run(process: int) -> None:
+        with Session(client, process, 2, "restore", Limits(stall=1.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", do(process)))
+
+    first, second = on_processes(2, run)
+    assert isinstance(first, errors.RestoreTimeoutError)
+    assert first.missing == stuck
+    assert str(first) == str(second)
+    assert client.key_value_dir_get("") == []
+
+
+def test_work_that_is_cancelled_from_outside_ends_the_meeting_for_the_others() -> None:
+    client = SharedClient()
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    def run(process: int) -> None:
+        with Session(client, process, 2, "restore", Limits(stall=5.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", cancelled() if process == 1 else work()))
+
+    error, _ = on_processes(2, lambda process: run(process) if process == 0 else _swallow(lambda: run(process)))
+    assert isinstance(error, errors.RestoreFailedError)
+    assert error.failures[1].error == "CancelledError: the restore was interrupted"
+
+
+def _swallow(function: Callable[[], None]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        function()

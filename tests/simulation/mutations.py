@@ -13,7 +13,7 @@ from unittest import mock
 from tests.simulation import processes
 
 _ROOM = "orbax_ext.meeting"
-_MODULES = ("protocol", "leader", "follower")  # in the order in which they import each other
+_MODULES = ("arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ MUTATIONS = (
     # Others.
     Mutation(
         "an arrival that was replied to counts again",
-        "protocol",
+        "arrivals",
         "if (process, nonce) not in self.replies}",
         "}",
     ),
@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an older arrival of a process counts",
-        "protocol",
+        "arrivals",
         "sorted(found.items())",
         "sorted(found.items(), reverse=True)",
     ),

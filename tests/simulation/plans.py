@@ -10,7 +10,7 @@ KINDS = (
     "crash",  # dies after `seconds`
     "pause",  # is stopped for `seconds`, or longer than the limit
     "slow",  # works longer than the limit, but advances
-    "stuck",  # works longer than the limit and does not advance
+    "stuck",  # would work for hours and does not advance
     "error",  # fails at work
     "interrupt",  # leaves in the middle of its work
     "interrupt arrival",  # leaves while it waits for the others to arrive

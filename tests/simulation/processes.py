@@ -174,9 +174,15 @@ class Process:
     def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
         seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
         if "slow" in faults or "stuck" in faults:
-            seconds = 3 * self._plan.stall
+            seconds = (3 if "slow" in faults else 1000) * self._plan.stall
         advances = "stuck" not in faults
         ticker: Task | None = None
+        failed = False
+
+        def reported(result: Any) -> None:
+            nonlocal failed
+            failed = result is True
+
         end = self._world.now + seconds
         while self._world.now < end:
             yield self._sleep(min(1.0, end - self._world.now))
@@ -184,9 +190,9 @@ class Process:
                 self._done += 1
                 self._world.advanced = self._world.now
             if ticker is None or not ticker.running:
-                ticker = Task(self.host, member.report(lambda: self._done), lambda result: None)
+                ticker = Task(self.host, member.report(lambda: self._done), reported)
                 self._tasks.append(ticker)
-            if "interrupt" in faults:
+            if "interrupt" in faults or failed:
                 break
         join = self._world.now + JOIN_LIMIT
         while ticker is not None and ticker.running and self._world.now < join:
