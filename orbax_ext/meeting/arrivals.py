@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from orbax_ext.meeting.wire import Contribution
@@ -40,3 +40,7 @@ def by_process(found: Mapping[str, Any]) -> dict[int, Any]:
 def contributions(found: Mapping[str, Any]) -> dict[int, Any]:
     """Returns the contributions among the keys of a meeting."""
     return by_process({name.removeprefix("in/"): own for name, own in found.items() if name.startswith("in/")})
+
+
+def missing_from(found: Collection[int], processes: int) -> list[int]:
+    return [process for process in range(processes) if process not in found]

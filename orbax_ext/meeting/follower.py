@@ -11,7 +11,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Get, Log, Moment, Put, Read, Steps, Wait
-from orbax_ext.meeting.arrivals import CAME, contributions
+from orbax_ext.meeting.arrivals import CAME, contributions, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -68,7 +68,7 @@ class Follower(Member):
             if number == 0:  # process 0 has replied, but not published the outcome
                 return (yield from self._not_arrived([]))
             found = yield from self.call(Read(session.meeting(number), self.most))
-            return self.not_in(contributions(found))
+            return missing_from(contributions(found), self.place.processes)
 
         def give_up(error: errors.RestoreFailedError | errors.RestoreTimeoutError) -> Steps:
             outcome = {ERROR: wire.restore_error_to_json(error)}
@@ -80,8 +80,15 @@ class Follower(Member):
         return self._await(session.outcome(number), session.status, missing, give_up)
 
     def _not_arrived(self, published: list[int]) -> Generator[Action, Moment, list[int]]:
-        """Returns who is missing according to process 0. Others may have arrived and left again, told by somebody."""
-        yield from self.arrivals()
+        """Returns who is missing according to process 0: others may have arrived and left again, told by somebody.
+
+        Raises the error of a process that is telling it to the others just now; then this one has nobody to tell.
+        """
+        arrivals = yield from self.arrivals()
+        for process, nonce in arrivals.nonces.items():
+            if ERROR in (reply := arrivals.replies.get((process, nonce), {})):
+                self.seen = {}
+                take(reply)
         return published
 
     def _await(

@@ -12,7 +12,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
-from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions
+from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -79,7 +79,7 @@ class Leader(Member):
             arrivals = yield from self.arrivals()
             if own := arrivals.replies.get((LEADER, self.nonce)):
                 take(own)  # another process has given up, and told the others
-            missing = self.not_in(arrivals.standing())
+            missing = missing_from(arrivals.standing(), self.place.processes)
             if not missing:
                 self.last = _last(arrivals.came, before)
                 return arrivals
@@ -179,7 +179,7 @@ class Leader(Member):
         before: Collection[int] = ()
         while True:
             found = yield from self._brought(number)
-            missing = self.not_in(found)
+            missing = missing_from(found, self.place.processes)
             if not missing:
                 self.last = _last({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
                 return {process: _without_stamp(own) for process, own in found.items()}
@@ -222,7 +222,7 @@ class Leader(Member):
         yield from self._listen()
         brought = yield from self.call(Read(session.meeting(self.next), self.most))
         found = contributions(brought)
-        missing = self.not_in(found)
+        missing = missing_from(found, self.place.processes)
         yield from self._publish_status(session.status, missing)
         if self._working is None or self._working[0] != self.next:
             self._working = self.next, Patience(self)

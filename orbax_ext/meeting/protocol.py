@@ -128,6 +128,7 @@ class Member:
         self.most = MAX_VALUE * place.processes  # characters of an outcome
         self.seen: Mapping[int, str] = {}  # the nonces of those who had arrived when this process looked last
         self._hosts_met = hosts_met
+        self.unanswered = False  # the service has stopped answering this process
         self._arriving = False
         self._left = False
         self._looked = now
@@ -291,9 +292,6 @@ class Member:
     def failure(self, process: int, error: str) -> errors.ProcessFailure:
         return errors.ProcessFailure(self.known_hosts.get(process, "unknown host"), self.phase, error)
 
-    def not_in(self, found: Collection[int]) -> list[int]:
-        return [process for process in range(self.place.processes) if process not in found]
-
     def met(self, contributions: Mapping[int, Contribution]) -> None:
         """Remembers the hosts of the processes that have arrived."""
         self.hosts = {process: str(payload["host"]) for process, payload in contributions.items()}
@@ -306,11 +304,19 @@ class Member:
 
 def _departure(member: Member, error: BaseException | None) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
     """Returns the error that the others raise if they wait for a process that has left."""
+    if member.unanswered:
+        error = ConnectionError(f"the coordination service, on process {LEADER}, did not answer this process")
     if isinstance(error, RESTORE_ERRORS):
         return error
     why = "left the restore early" if error is None else failure_to_json(error)["error"]
     failure = errors.ProcessFailure(member.place.host, member.phase, why)
     return errors.RestoreFailedError({member.place.process: failure})
+
+
+def service_is_silent(member: Member, now: float) -> errors.RestoreTimeoutError:
+    """Returns the error of a process that the service does not answer. The others may still be answered."""
+    member.now, member.unanswered = now, True
+    return member.timeout([LEADER], {LEADER: "the coordination service, which runs there, does not answer"})
 
 
 def take(stands: Mapping[str, Any]) -> Mapping[str, Any]:

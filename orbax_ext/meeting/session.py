@@ -30,7 +30,16 @@ from orbax_ext.meeting.driver import run
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import PREFIX, SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, ONLY_WAITED, Place, clock_offset
+from orbax_ext.meeting.protocol import (
+    GRACE,
+    HAND_IN_LIMIT,
+    LEADER,
+    LEAVE_LIMIT,
+    ONLY_WAITED,
+    Place,
+    clock_offset,
+    service_is_silent,
+)
 from orbax_ext.meeting.protocol import Limits as Limits
 from orbax_ext.meeting.threads import GivenUpError, StopTicking, Ticker, in_thread, watched
 from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
@@ -212,9 +221,7 @@ class Session:
         try:
             return watched(lambda: run(steps, self._board), lambda: self._board.answered + self._member.silence_limit)
         except GivenUpError:
-            self._member.now = time.monotonic()
-            silent = {LEADER: "the coordination service, which runs there, does not answer"}
-            raise self._member.timeout([LEADER], silent) from None
+            raise service_is_silent(self._member, time.monotonic()) from None
 
     def _tick(self) -> None:
         if self._loop is not None and self._loop.is_closed():
@@ -223,12 +230,13 @@ class Session:
             raise StopTicking
         failed = run(self._member.report(lambda: self._done() + self.worked), self._board)
         if failed and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop_work)
-            raise StopTicking
 
-    def _stop_work(self) -> None:
-        if self._task is not None:
-            self._stopped = self._task.cancel()
+            def stop_work() -> None:
+                if self._task is not None:
+                    self._stopped = self._task.cancel()
+
+            self._loop.call_soon_threadsafe(stop_work)
+            raise StopTicking
 
     @contextlib.contextmanager
     def _waiting(self, phase: str = "") -> Iterator[None]:

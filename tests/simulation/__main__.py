@@ -48,7 +48,7 @@ def _run_all(seeds: range) -> list[int]:
             done += len(chunk)
             failed += found
             seconds = time.monotonic() - began
-            print(f"\r{done:,} of {len(seeds):,} seeds, {seconds:.0f} s, {len(failed)} failed", end="", flush=True)
+            print(f"\r{done:,} of {len(seeds):,} seeds, {seconds:.0f} s, failed: {failed or 0}", end="", flush=True)
     print()
     return failed
 

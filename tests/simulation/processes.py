@@ -17,7 +17,7 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, Limits, Place
+from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, Limits, Place, service_is_silent
 from orbax_ext.meeting.threads import JOIN_LIMIT
 from tests.simulation.plans import Fault, Plan
 from tests.simulation.world import Host, Task, World
@@ -206,8 +206,7 @@ class Process:
         try:
             return (yield from self.drive(steps, member.silence_limit, interrupt=interrupt))
         except SilentServiceError:
-            member.now = self.host.clock
-            raise member.timeout([LEADER], {LEADER: "the coordination service does not answer"}) from None
+            raise service_is_silent(member, self.host.clock) from None
         finally:
             since = max(began, self._world.advanced, self.host.stopped_until, self._world.silent_until)
             self._overtime = max(self._overtime, self._world.now - since)
@@ -262,7 +261,7 @@ class Process:
         self.host.alive = False
         self._world.note(self.host, "dies")
         if self._number == LEADER:
-            self._world.dead = self._world.random.choice(["hang", "error"])
+            self._world.die(self._world.random.choice(["hang", "error"]))
 
     def _pause(self, seconds: float) -> None:
         self._world.note(self.host, f"is stopped for {seconds:.2f} s")

@@ -17,6 +17,7 @@ from orbax_ext.meeting.actions import Action, Count, Delete, Log, Moment, Put, S
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.driver import perform
 
+_HEARTBEAT = 100.0  # seconds
 _LATENCY = (0.0005, 0.02)  # seconds of one way of a message
 
 
@@ -29,6 +30,7 @@ class World:
         self.client = LocalClient()
         self.silent_until = 0.0
         self.dead: str | None = None  # how calls fail once process 0 is dead: "hang" or "error"
+        self.hosts: list[Host] = []
         self.advanced = 0.0  # when a process advanced last
         self.trace: list[str] | None = [] if tracing else None
         self._board = Board(self.client)
@@ -55,6 +57,16 @@ class World:
         """Seconds of one way of a message; now and then a long one."""
         low, high = _LATENCY
         return self.random.uniform(low, high) * (20 if self.random.random() < 0.02 else 1)
+
+    def die(self, how: str) -> None:
+        """The service dies with process 0. After some time JAX ends the processes that miss its heartbeat."""
+        self.dead = how
+
+        def end_all() -> None:
+            for host in self.hosts:
+                host.alive = False
+
+        self.after(_HEARTBEAT, end_all)
 
     def note(self, who: object, text: str) -> None:
         if self.trace is not None:
@@ -97,6 +109,7 @@ class Host:
         self.calls = 0
         self._start = world.random.uniform(0, 1000)
         self._wall = world.random.uniform(-30, 30)
+        world.hosts.append(self)
 
     def __str__(self) -> str:
         return f"process {self.number}"
