@@ -64,9 +64,10 @@ class Follower(Member):
     def _await_outcome(self, number: int) -> Steps:
         session = self.in_session()
 
-        def missing(published: list[int]) -> Generator[Action, Moment, list[int]]:
-            if number == 0:  # process 0 has replied, but not published the outcome
-                return (yield from self._not_arrived([]))
+        def missing() -> Generator[Action, Moment, list[int]]:
+            if number == 0:  # all had arrived when process 0 replied
+                yield from self.arrivals()
+                return []
             found = yield from self.call(Read(session.meeting(number), self.most))
             return missing_from(contributions(found), self.place.processes)
 
@@ -79,23 +80,24 @@ class Follower(Member):
 
         return self._await(session.outcome(number), session.status, missing, give_up)
 
-    def _not_arrived(self, published: list[int]) -> Generator[Action, Moment, list[int]]:
-        """Returns who is missing according to process 0: others may have arrived and left again, told by somebody.
+    def _not_arrived(self) -> Generator[Action, Moment, list[int]]:
+        """Returns who has not arrived.
 
-        Raises the error of a process that is telling it to the others just now; then this one has nobody to tell.
+        Raises the error of a process that is telling it to the others just now: those who have been told may have left
+        already, so they are not missing, and this process has nobody to tell.
         """
         arrivals = yield from self.arrivals()
         for process, nonce in arrivals.nonces.items():
             if ERROR in (reply := arrivals.replies.get((process, nonce), {})):
                 self.seen = {}
                 take(reply)
-        return published
+        return missing_from(arrivals.nonces, self.place.processes)
 
     def _await(
         self,
         key: str,
         status: str,
-        missing: Callable[[list[int]], Generator[Action, Moment, list[int]]],
+        missing: Callable[[], Generator[Action, Moment, list[int]]],
         give_up: Callable[[Any], Steps],
     ) -> Steps:
         """Waits for a decision of process 0; returns what is decided, if need be by this process."""
@@ -117,7 +119,6 @@ class Follower(Member):
                 if not self.id and (note := (yield from self.call(Get(self.keys.absence(LEADER))))):
                     raise errors.RestoreFailedError({LEADER: self.failure(LEADER, str(note["why"]))})
                 if patience.expired(self.limits.stall):
-                    published = report["missing"] if report and not patience.stalled(self.limits.stall) else []
-                    raise self.timeout((yield from missing(published)) or [LEADER], news)
+                    raise self.timeout((yield from missing()) or [LEADER], news)
             except RESTORE_ERRORS as error:
                 return (yield from give_up(error))

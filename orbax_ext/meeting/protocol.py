@@ -80,11 +80,9 @@ class Patience:
         if state != self._seen:
             self._seen, self._advanced = state, self._waiting.awake
 
-    def stalled(self, stall: float) -> bool:
-        return self._waiting.awake - self._advanced > stall + self._grace
-
     def expired(self, stall: float) -> bool:
-        return self.stalled(stall) or self._waiting.now > self._waiting.deadline + self._grace
+        waited_too_long = self._waiting.awake - self._advanced > stall + self._grace
+        return waited_too_long or self._waiting.now > self._waiting.deadline + self._grace
 
     def time_to_log(self) -> bool:
         if self._waiting.now - self._logged <= LOG_EVERY:
