@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from orbax_ext.meeting.protocol import GRACE, SILENCE, SPREAD
 from tests.simulation.plans import HARMLESS, Plan, random_plan, smaller
@@ -174,7 +174,7 @@ def shrink(plan: Plan) -> Run:
             return run(failing.plan, tracing=True)
 
 
-def failing(seeds: range) -> Iterator[Run]:
+def failing(seeds: Iterable[int]) -> Iterator[Run]:
     """Yields the runs that fail."""
     for seed in seeds:
         ended = run(random_plan(seed))

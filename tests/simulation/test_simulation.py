@@ -34,7 +34,7 @@ def test_seeds_that_once_failed_pass(seed: str) -> None:
 @pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     with mutations.applied(mutation):
-        failed = next(runs.failing(range(SEEDS)), None)
+        failed = next(runs.failing([mutation.seed, *range(SEEDS)]), None)
     assert failed is not None
 
 
