@@ -11,8 +11,9 @@ PYTHON311 ?= $(call find_python,3.11)
 PYTHON313 ?= $(call find_python,3.13)
 
 EXAMPLES ?= 300
+SEEDS ?= 100000
 
-.PHONY: help demo check fmt docs clean
+.PHONY: help demo check fmt docs clean simulate
 .PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
 .PHONY: test-stores
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
@@ -54,6 +55,9 @@ test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
 
 faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults ## test-faults, and write bench/results/faults.md
+
+simulate: $(NEWEST)/.ready ## the protocol of the meetings in simulated worlds, on all cores (SEEDS=100000, or SEED=17 for one with its trace)
+	$(NEWEST)/bin/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 check: $(NEWEST)/.ready ## lint, format check, strict types
 	$(NEWEST)/bin/ruff check .

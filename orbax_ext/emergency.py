@@ -62,7 +62,7 @@ class _Service:
 
 async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep) -> Sequence[jax.Array]:
     """Returns the leaves of a step, in the order of `step.names`."""
-    async with one_at_a_time():
+    async with one_at_a_time(handler.options.stall_timeout):
         arrays, persistent = await _restore_from_hosts(handler, step)
     absent = [index for index in range(len(step.names)) if index not in arrays]
     if absent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -12,8 +13,8 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import errors, options
 from orbax_ext import mesh as mesh_lib
-from orbax_ext import options
 from orbax_ext.meeting import arrival
 from orbax_ext.meeting.session import Limits, open_session
 from orbax_ext.meeting.threads import Turn
@@ -26,7 +27,9 @@ from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
+from orbax_ext.storage import counters
 from orbax_ext.storage.connections import limit_silence_on_gcs
+from orbax_ext.storage.stall import while_storage_answers
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
 from orbax_ext.transfer.verify import verify, verify_alone
@@ -68,7 +71,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
-        async with one_at_a_time():
+        async with one_at_a_time(self.options.stall_timeout):
             return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
@@ -77,7 +80,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
                     limit_silence_on_gcs(infos[0].parent_dir, self.options.stall_timeout)
-                    request = await make_request(self, infos, args)
+                    request = await while_storage_answers(make_request(self, infos, args), self.options.stall_timeout)
                 # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
@@ -169,11 +172,24 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 
 
 @contextlib.asynccontextmanager
-async def one_at_a_time() -> AsyncIterator[None]:
-    """Lets the restores of one process take turns: two at once could meet another process's in the other order."""
+async def one_at_a_time(stall: float) -> AsyncIterator[None]:
+    """Lets the restores of one process take turns: two at once could meet another process's in the other order.
+
+    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `stall` seconds and does not end.
+    """
     loop = asyncio.get_running_loop()
+    bytes_read, since = counters.bytes_read(), time.monotonic()
     while not _turn.take(loop):
         await asyncio.sleep(0.01)
+        if time.monotonic() - since > stall:
+            if counters.bytes_read() == bytes_read:
+                raise errors.RestoreTimeoutError(
+                    f"another restore of this process has read nothing for {stall:g} s (stall_timeout), and this one "
+                    "can't begin before it ends. Look for what it waits for in the log of this process.",
+                    [jax.process_index()],
+                    {},
+                )
+            bytes_read, since = counters.bytes_read(), time.monotonic()
     try:
         yield
     finally:

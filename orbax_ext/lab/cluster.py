@@ -21,6 +21,7 @@ from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
 _START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is slow
 _STOP_LIMIT = 20.0  # seconds for all processes to leave `jax.distributed` together
+_END_LIMIT = 60.0  # seconds for the system to end a process that was killed or has closed its channel
 _TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STACKS_DELAY = 0.2  # seconds for a process to write its stacks to its log
 _PACKAGE_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
@@ -267,7 +268,7 @@ class _Worker:
         try:
             returned, value = self.channel.recv()
         except (EOFError, OSError):
-            return Outcome(self.rank, "died", exit_code=self.process.wait())
+            return Outcome(self.rank, "died", exit_code=self._exit_code())
         self.idle = True
         if returned:
             return Outcome(self.rank, "returned", value=value)
@@ -279,8 +280,14 @@ class _Worker:
                 self.process.wait(max(0.0, limit))
                 break
             self.process.send_signal(number)
-        self.process.wait()
+        self._exit_code()
         self.channel.close()
+
+    def _exit_code(self) -> int | None:
+        """Returns the exit code of a process that is about to end; None if the system does not end it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_END_LIMIT)
+        return None
 
     def _dump_stacks(self) -> None:
         # The worker's faulthandler writes the stacks of all threads to its log, which shows where the process hangs.

@@ -6,10 +6,12 @@ Values from other processes are data: they are parsed as JSON, never executed, a
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+CLOSE_LIMIT = 1.0  # seconds for a write that is under way: what it writes later, nobody would remove
 MAX_VALUE = 1 << 16  # characters of one process's contribution to a meeting
 
 
@@ -38,27 +40,41 @@ class Board:
         self.client = client
         self.answered = time.monotonic()
         self._closed = False
+        self._writing = threading.Lock()
 
     def close(self) -> None:
-        """Makes every later read and write through this board raise `ClosedError`."""
+        """Makes every later read and write through this board raise `ClosedError`. Waits a moment for one under way."""
         self._closed = True
+        if self._writing.acquire(timeout=CLOSE_LIMIT):
+            self._writing.release()
 
-    def put(self, key: str, value: Mapping[str, Any], most: int = MAX_VALUE) -> None:
-        """Sets a key; raises `ValueError` if the value is longer than `most` characters as JSON."""
+    def put(self, key: str, value: Mapping[str, Any], most: int = MAX_VALUE, *, once: bool = False) -> bool:
+        """Sets a key; raises `ValueError` if the value is longer than `most` characters as JSON.
+
+        With `once`, a key that is set stays as it is. Returns whether this value was set.
+        """
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         if len(text) > most:
             raise ValueError(
                 f"A message of {len(text)} characters is too long for a meeting: at most {most} are allowed."
             )
-        self._open().key_value_set(key, text, allow_overwrite=True)
-        self.answered = time.monotonic()
+        try:
+            with self._writing:
+                self._open().key_value_set(key, text, allow_overwrite=not once)
+        except Exception as error:
+            if not once or "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        finally:
+            self.answered = time.monotonic()
+        return True
 
-    def read(self, home: str, most: int = MAX_VALUE) -> dict[int, Any]:
-        """Returns the values under `home` by process; skips values longer than `most` and keys that name no process."""
+    def read(self, home: str, most: int = MAX_VALUE) -> dict[str, Any]:
+        """Returns the values below `home` by the rest of their keys; None for one longer than `most` characters."""
         entries = self._open().key_value_dir_get(f"{home}/")
         self.answered = time.monotonic()
-        named = [(key.rpartition("/")[2], value) for key, value in entries if len(value) <= most]
-        return {int(process): json.loads(value) for process, value in named if process.isdecimal()}
+        start = len(home) + 1
+        return {key[start:]: json.loads(value) if len(value) <= most else None for key, value in entries}
 
     def get(self, key: str) -> Any:
         """Returns the value of a key, or None if it is not set."""
@@ -86,13 +102,15 @@ class Board:
 
     def count(self, key: str) -> int:
         """Adds one to a counter and returns its new value."""
-        number = self._open().key_value_increment(key, 1)
+        with self._writing:
+            number = self._open().key_value_increment(key, 1)
         self.answered = time.monotonic()
         return int(number)
 
     def delete(self, key: str) -> None:
         """Removes a key and all keys under it."""
-        self._open().key_value_delete(key)
+        with self._writing:
+            self._open().key_value_delete(key)
         self.answered = time.monotonic()
 
     def _open(self) -> Client:
@@ -108,6 +126,8 @@ class LocalClient:
         self._values: dict[str, str] = {}
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        if key in self._values and not allow_overwrite:
+            raise KeyError(f"ALREADY_EXISTS: {key}")
         self._values[key] = value
 
     def key_value_try_get(self, key: str) -> str:

@@ -18,6 +18,7 @@ from absl import logging
 
 T = TypeVar("T")
 
+JOIN_LIMIT = 5.0  # seconds that the end of a `with` block waits for a ticker; a stuck service is not waited for
 _SHORT, _LONG = 0.5, 60.0  # seconds: bounds of one wait, because the deadline may move
 
 
@@ -96,7 +97,7 @@ class Ticker:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(_SHORT)  # nothing may be published afterwards; a stuck service is not waited for
+        self._thread.join(JOIN_LIMIT)  # what is published later may stay behind when the session has ended
 
     def _tick(self) -> None:
         while not self._stop.wait(self._every):

@@ -6,6 +6,7 @@ restored as it is stored, at most one row of it, and each device then drops or a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,15 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
+from orbax_ext import errors
 from orbax_ext import text as text_lib
 from orbax_ext.placement import pieces, specs, stacked
 from orbax_ext.redact import redact
 from orbax_ext.storage import array_metadata
 from orbax_ext.upstream.array_handler import saved_arrays
+
+_ADVICE_LIMIT = 10.0  # seconds: the restore has failed, and advice about the error is not worth more
+_NOT_ABOUT_SHAPES = (errors.RestoreTimeoutError, errors.PlanMismatchError, OSError)
 
 Shape = tuple[int, ...]
 RestoreLeaves = Callable[[Sequence[Any], Sequence[Any]], Awaitable[Sequence[jax.Array]]]
@@ -55,7 +60,8 @@ async def restore(
     try:
         arrays = await restore_leaves(infos, stored_args)
     except Exception as error:
-        await _add_advice(error, handler, infos, args)
+        if not isinstance(error, _NOT_ABOUT_SHAPES):
+            await _add_advice(error, handler, infos, args)
         raise
     return [conversions[index].convert(array) if index in conversions else array for index, array in enumerate(arrays)]
 
@@ -69,7 +75,8 @@ async def _add_advice(
     if not asked:
         return
     try:
-        stored = await _stored_shapes(handler, [infos[index] for index in asked])
+        reading = _stored_shapes(handler, [infos[index] for index in asked])
+        stored = await asyncio.wait_for(reading, _ADVICE_LIMIT)
         note = advice(
             {infos[index].name: (shape, tuple(asked[index])) for index, (shape, _) in zip(asked, stored, strict=True)}
         )

@@ -21,17 +21,23 @@ def board(client: LocalClient) -> Board:
     return Board(client)
 
 
-def test_a_value_is_read_by_process(board: Board) -> None:
+def test_values_are_read_by_the_rest_of_their_keys(board: Board) -> None:
     board.put("home/0", {"text": "äöü"})
-    board.put("home/12", {"number": 1})
+    board.put("home/12/in", {"number": 1})
     board.put("homes/1", {})
-    assert board.read("home") == {0: {"text": "äöü"}, 12: {"number": 1}}
+    assert board.read("home") == {"0": {"text": "äöü"}, "12/in": {"number": 1}}
 
 
 def test_a_value_can_be_replaced(board: Board) -> None:
     board.put("home/0", {"text": "a"})
     board.put("home/0", {"text": "b"})
     assert board.get("home/0") == {"text": "b"}
+
+
+def test_a_value_that_is_put_once_stays(board: Board) -> None:
+    assert board.put("home/0", {"text": "a"}, once=True)
+    assert not board.put("home/0", {"text": "b"}, once=True)
+    assert board.get("home/0") == {"text": "a"}
 
 
 def test_a_key_that_is_not_set_has_no_value(board: Board) -> None:
@@ -53,12 +59,10 @@ def test_a_value_that_is_too_long_is_not_sent(board: Board, client: LocalClient)
     assert client.key_value_dir_get("") == []
 
 
-def test_values_that_are_too_long_and_keys_that_name_no_process_are_skipped(board: Board, client: LocalClient) -> None:
+def test_values_that_are_too_long_are_not_parsed(board: Board, client: LocalClient) -> None:
     client.key_value_set("home/0", json.dumps("x" * MAX_VALUE))
-    client.key_value_set("home/-1", "{}")
-    client.key_value_set("home/status", "{}")
     client.key_value_set("home/2", "{}")
-    assert board.read("home") == {2: {}}
+    assert board.read("home") == {"0": None, "2": {}}
 
 
 def test_a_value_that_is_not_json_is_refused(board: Board, client: LocalClient) -> None:

@@ -1,88 +1,19 @@
-"""One process's part in a meeting, with a service that lets the other processes act at a chosen moment."""
+"""Sessions of threads on a service in memory. What may happen in which order is tested in tests/simulation."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import re
+from collections.abc import Callable
 
 import pytest
 
 from orbax_ext import errors
 from orbax_ext.meeting import session as session_lib
-from orbax_ext.meeting import wire
 from orbax_ext.meeting.board import LocalClient
 from orbax_ext.meeting.session import Limits, Session, gather
 from tests.support.coordination import SharedClient, on_processes
-
-STAMP = {"last": 0, "now": 0.0}
-HOME = "orbax_ext/session/s"
-
-
-class Service(LocalClient):
-    """Calls `meanwhile` during the first wait for a key, which then times out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = 0
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        self.waits += 1
-        if self.waits == 1:
-            self.meanwhile()
-            raise TimeoutError("DEADLINE_EXCEEDED")
-        return self.key_value_try_get(key)
-
-    def meanwhile(self) -> None:
-        self.key_value_set(f"{HOME}/left/0", json.dumps({"why": ""}))
-
-
-class ServiceWhereProcess0MeetsAndLeaves(Service):
-    def meanwhile(self) -> None:
-        summary = wire.pack({0: {"text": "zero"}, 1: {"text": "one"}})
-        self.key_value_set(f"{HOME}/out/1", json.dumps({**summary, **STAMP}))
-        super().meanwhile()
-
-
-class ServiceWhereProcess1GivesUp(LocalClient):
-    """Process 1 waits, and gives up when process 0 is about to reply to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key_value_set("orbax_ext/restore/in/1", json.dumps({"nonce": "n", "payload": {}}))
-        self.key_value_set("orbax_ext/restore/absent/2", json.dumps({"why": "no such step"}))
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        if "/reply/1/" in key:
-            waiting = Session(self, 1, 3, "restore", Limits(stall=5.0))
-            waiting._withdraw(waiting._board, "")
-        super().key_value_set(key, value, allow_overwrite)
-
-
-def test_a_reply_to_a_process_that_has_just_given_up_is_removed() -> None:
-    service = ServiceWhereProcess1GivesUp()
-    with (
-        pytest.raises(errors.RestoreFailedError, match="no such step"),
-        Session(service, 0, 3, "restore", Limits(stall=0.1)) as session,
-    ):
-        session.arrive({})
-    assert [key for key, _ in service.key_value_dir_get("orbax_ext/") if "/absent/" not in key] == []
-
-
-def _session(service: Service) -> Session:
-    session = Session(service, 1, 2, "restore", Limits(stall=5.0))
-    session.id = "s"
-    return session
-
-
-def test_a_process_may_leave_right_after_a_meeting() -> None:
-    contributions = _session(ServiceWhereProcess0MeetsAndLeaves()).meet("work", {"text": "one"})
-    assert {process: own["text"] for process, own in contributions.items()} == {0: "zero", 1: "one"}
-
-
-def test_a_process_that_leaves_before_a_meeting_is_named() -> None:
-    with pytest.raises(errors.RestoreFailedError, match=r"process 0 .*left the restore early"):
-        _session(Service()).meet("work", {"text": "one"})
 
 
 async def work() -> str:
@@ -92,6 +23,7 @@ async def work() -> str:
 def test_a_single_process_meets_alone_and_leaves_no_keys() -> None:
     client = LocalClient()
     with Session(client, 0, 1, "restore", Limits(stall=5.0)) as session:
+        assert session.id == ""
         assert session.arrive({"text": "a"})[0]["text"] == "a"
         assert session.meet("work", {"text": "b"}) == {0: {"text": "b"}}
         assert asyncio.run(session.together("work", work())) == "done"
@@ -128,10 +60,84 @@ def test_a_process_that_never_reports_is_named_beside_the_one_that_failed() -> N
             session.arrive({})
             if process != 2:
                 asyncio.run(session.together("work", fail()))
-            session._left = process == 2  # as if it had died
+            session._member._left = process == 2  # as if it had died
 
     first, second, _ = on_processes(3, run)
     assert str(first) == str(second)
     assert isinstance(first, errors.RestoreFailedError)
     assert first.failures[0].error == first.failures[1].error == "OSError: disk gone"
     assert first.failures[2].error == "no outcome yet, no report"
+
+
+def test_a_process_that_leaves_before_a_meeting_is_named() -> None:
+    client = SharedClient()
+
+    def run(process: int) -> None:
+        with Session(client, process, 2, "restore", Limits(stall=5.0)) as session:
+            session.arrive({})
+            if process == 1:
+                session.meet("work")
+
+    _, error = on_processes(2, run)
+    assert isinstance(error, errors.RestoreFailedError)
+    assert error.failures[0].error == "left the restore early"
+    assert client.key_value_dir_get("") == []
+
+
+def test_a_process_may_leave_right_after_a_meeting() -> None:
+    client = SharedClient()
+
+    def run(process: int) -> dict[int, object]:
+        with Session(client, process, 4, "restore", Limits(stall=5.0)) as session:
+            session.arrive({})
+            return dict(session.meet("work", {"number": process}))
+
+    assert on_processes(4, run) == [{process: {"number": process} for process in range(4)}] * 4
+    assert client.key_value_dir_get("") == []
+
+
+def test_a_meeting_before_the_arrival_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="call `arrive` first"):
+        Session(LocalClient(), 0, 1, "restore", Limits(stall=5.0)).meet("work")
+
+
+@pytest.mark.parametrize("stuck", [(0,), (1,), (0, 1)])
+def test_a_process_that_is_stuck_at_work_ends_with_the_others(stuck: tuple[int, ...]) -> None:
+    client = SharedClient()
+    never = asyncio.Event
+
+    async def do(process: int) -> None:
+        if process in stuck:
+            await never().wait()
+
+    def run(process: int) -> None:
+        with Session(client, process, 2, "restore", Limits(stall=1.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", do(process)))
+
+    first, second = on_processes(2, run)
+    assert isinstance(first, errors.RestoreTimeoutError)
+    assert first.missing == stuck
+    assert str(first) == str(second)
+    assert client.key_value_dir_get("") == []
+
+
+def test_work_that_is_cancelled_from_outside_ends_the_meeting_for_the_others() -> None:
+    client = SharedClient()
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    def run(process: int) -> None:
+        with Session(client, process, 2, "restore", Limits(stall=5.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", cancelled() if process == 1 else work()))
+
+    error, _ = on_processes(2, lambda process: run(process) if process == 0 else _swallow(lambda: run(process)))
+    assert isinstance(error, errors.RestoreFailedError)
+    assert error.failures[1].error == "CancelledError: the restore was interrupted"
+
+
+def _swallow(function: Callable[[], None]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        function()

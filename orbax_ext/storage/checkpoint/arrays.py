@@ -13,6 +13,7 @@ from etils import epath
 from orbax_ext.plan.holders import StoredChunks
 from orbax_ext.storage.checkpoint import metadata
 from orbax_ext.storage.checkpoint.metadata import ArrayHeader
+from orbax_ext.storage.stall import REQUEST_LIMIT
 from orbax_ext.upstream.array_handler import array_context, array_store
 
 _HEADERS = {".zarray": metadata.parse_zarr2, "zarr.json": metadata.parse_zarr3}
@@ -82,15 +83,17 @@ def _owner(key: str, names: Container[str]) -> str | None:
 
 def _ocdbt_entries(item: epath.Path) -> Iterator[tuple[str, bytes | int]]:
     """Yields key, and value or the size of a large value, of all in an OCDBT database, from its tree's nodes alone."""
-    base = ts.KvStore.open(array_store(item, None, True)["base"], context=array_context(True)).result()
-    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")
+    base = ts.KvStore.open(array_store(item, None, True)["base"], context=array_context(True)).result(
+        timeout=REQUEST_LIMIT
+    )
+    root = ts.ocdbt.dump(base).result(timeout=REQUEST_LIMIT)["versions"][-1]["root"].get("location")
     level = [(b"", root)] if root else []
     while level:
         below: list[tuple[bytes, str]] = []
         for start in range(0, len(level), _AT_A_TIME):
             nodes = [(prefix, ts.ocdbt.dump(base, place)) for prefix, place in level[start : start + _AT_A_TIME]]
             for prefix, node in nodes:
-                for entry in node.result()["entries"]:
+                for entry in node.result(timeout=REQUEST_LIMIT)["entries"]:
                     if "location" in entry:
                         below.append((prefix + entry["subtree_common_prefix"], entry["location"]))
                     else:
@@ -107,10 +110,10 @@ def _value(entry: Mapping[str, Any]) -> bytes | int:
 def _read(item: epath.Path, ocdbt: bool, keys: list[str]) -> dict[str, bytes]:
     if not keys:
         return {}
-    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result()
+    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result(timeout=REQUEST_LIMIT)
     slash = "" if store.path.endswith("/") or ocdbt else "/"
     values = {}
     for start in range(0, len(keys), _AT_A_TIME):
         batch = {key: store.read(slash + key) for key in keys[start : start + _AT_A_TIME]}
-        values.update({key: bytes(read.result().value) for key, read in batch.items()})
+        values.update({key: bytes(read.result(timeout=REQUEST_LIMIT).value) for key, read in batch.items()})
     return values

@@ -17,6 +17,7 @@ from etils import epath
 
 from orbax_ext.storage.checkpoint import digests
 from orbax_ext.storage.filenames import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
+from orbax_ext.storage.stall import REQUEST_LIMIT
 from orbax_ext.upstream.array_handler import array_context, array_store
 
 _SUFFIX = "orbax_ext_digests.json"
@@ -62,8 +63,8 @@ def compute(item: epath.PathLike) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yields name and digest of each stored array; if an array can't be read, the reason instead of the digest."""
     item = epath.Path(item)
     ocdbt = (item / OCDBT_MANIFEST).exists()
-    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result()
-    for key in sorted(store.list().result()):
+    store = ts.KvStore.open(array_store(item, None, ocdbt), context=array_context(ocdbt)).result(timeout=REQUEST_LIMIT)
+    for key in sorted(store.list().result(timeout=REQUEST_LIMIT)):
         name, _, file = key.decode().strip("/").rpartition("/")
         driver = {".zarray": "zarr", "zarr.json": "zarr3"}.get(file)
         if driver and name:
@@ -78,7 +79,7 @@ def digest_of(item: epath.PathLike, name: str) -> dict[str, Any] | str:
 def _digest_of(item: epath.Path, name: str, driver: str, ocdbt: bool) -> dict[str, Any] | str:
     try:
         spec = {"driver": driver, "kvstore": array_store(item, name, ocdbt)}
-        array = ts.open(spec, open=True, read=True, context=array_context(ocdbt)).result()
+        array = ts.open(spec, open=True, read=True, context=array_context(ocdbt)).result(timeout=REQUEST_LIMIT)
         total = digests.add(digests.of_block(slab, starts, array.shape) for starts, slab in _slabs(array))
     except ValueError as error:  # TensorStore raises it for a damaged or truncated chunk
         return str(error)
@@ -88,11 +89,11 @@ def _digest_of(item: epath.Path, name: str, driver: str, ocdbt: bool) -> dict[st
 def _slabs(array: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Yields starts and content of slabs along the first dimension, each of whole chunks."""
     if array.ndim == 0:
-        yield (), np.asarray(array.read().result())
+        yield (), np.asarray(array.read().result(timeout=REQUEST_LIMIT))
         return
     row = max(1, int(np.prod(array.shape[1:])) * array.dtype.numpy_dtype.itemsize)
     chunk = array.chunk_layout.read_chunk.shape[0]
     rows = max(chunk, _SLAB // row // chunk * chunk)
     for start in range(0, array.shape[0], rows):
         piece = array[start : min(start + rows, array.shape[0])]
-        yield (start, *[0] * (array.ndim - 1)), np.asarray(piece.read().result())
+        yield (start, *[0] * (array.ndim - 1)), np.asarray(piece.read().result(timeout=REQUEST_LIMIT))

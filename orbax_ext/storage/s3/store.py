@@ -96,5 +96,5 @@ def _shared_results(root: str) -> Iterator[SharedResults | None]:
             logging.warning("orbax_ext: each process reads the metadata of %s for itself: %s", root, error)
             yield None
             return
-        home = f"orbax_ext/session/{session.id}/once"  # removed with the session
+        home = f"{session.home}/once"  # removed with the session
         yield SharedResults(coordination_client(), home, jax.process_index(), _SHARE_LIMIT)

@@ -1,0 +1,62 @@
+"""The keys of the protocol on the coordination service. Pure.
+
+docs/internals/meetings.md has the table of who writes which key, when, and who removes it.
+"""
+
+from __future__ import annotations
+
+from urllib import parse
+
+PREFIX = "orbax_ext"
+
+
+class SubjectKeys:
+    """The keys by which the processes find each other, before they have a session."""
+
+    def __init__(self, subject: str) -> None:
+        self._home = f"{PREFIX}/{parse.quote(subject, safe=' ')}"  # a slash would put a subject inside of another one
+        self.arrivals = f"{self._home}/arrive"
+        self.status = f"{self._home}/status"
+        self.absences = f"{self._home}/absent"
+        self.sessions = f"{self._home}/session"
+
+    def arrivals_of(self, process: int) -> str:
+        return f"{self.arrivals}/{process}"
+
+    def arrival(self, process: int, nonce: str) -> str:
+        """Everything about one arrival: `arrived` and `reply`. The nonce keeps late calls away from a later arrival."""
+        return f"{self.arrivals}/{process}/{nonce}"
+
+    def arrived(self, process: int, nonce: str) -> str:
+        return f"{self.arrival(process, nonce)}/in"
+
+    def reply(self, process: int, nonce: str) -> str:
+        return f"{self.arrival(process, nonce)}/reply"
+
+    def absence(self, process: int) -> str:
+        return f"{self.absences}/{process}"
+
+
+class SessionKeys:
+    """The keys of one session. All of them are below `home`."""
+
+    def __init__(self, subject: SubjectKeys, session: str) -> None:
+        self.home = f"{subject.sessions}/{session}"
+        self.status = f"{self.home}/status"
+        self.reports = f"{self.home}/progress"
+        self.gone = f"{self.home}/gone"
+        self.handed_in = f"{self.home}/handed_in"
+        self.handed_in_count = f"{self.home}/handed_in_count"
+
+    def meeting(self, number: int) -> str:
+        """Everything about one meeting: `contribution` and `outcome`."""
+        return f"{self.home}/meeting/{number}"
+
+    def contribution(self, number: int, process: int) -> str:
+        return f"{self.meeting(number)}/in/{process}"
+
+    def outcome(self, number: int) -> str:
+        return f"{self.meeting(number)}/out"
+
+    def report(self, process: int) -> str:
+        return f"{self.reports}/{process}"

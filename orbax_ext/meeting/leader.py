@@ -1,0 +1,282 @@
+"""The protocol of the meetings: what process 0 does. It gathers, decides, and says who is missing. Pure.
+
+`meeting/protocol.py` has what all processes do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any
+
+from orbax_ext import errors
+from orbax_ext.meeting import wire
+from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
+from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions, missing_from
+from orbax_ext.meeting.protocol import (
+    ERROR,
+    GRACE,
+    HAND_IN_LIMIT,
+    LEADER,
+    MAX_NAMES,
+    ONLY_WAITED,
+    RESTORE_ERRORS,
+    Contributions,
+    Member,
+    Patience,
+    take,
+    waiting_for,
+)
+from orbax_ext.meeting.wire import Contribution
+
+PAUSES = (0.002, 0.25)  # seconds: first and longest pause between two looks at the contributions
+_PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
+_LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Heard:
+    """The last report of a process: its phase, bytes done, and when process 0 read the report."""
+
+    phase: str
+    done: int
+    at: float
+
+    def told(self, now: float) -> str:
+        return f"last in phase {self.phase!r}, {self.done} bytes done, {now - self.at:.0f} s ago"
+
+
+class Leader(Member):
+    """Process 0: waits for all, decides, and publishes for the others who is missing."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.heard: dict[int, Heard] = {}
+        self._published, self._beats = self.now, 0  # when the status was published last, and how often by `beat`
+        self._working: tuple[int, Patience] | None = None  # while process 0 works: the next meeting, and its patience
+        self.longest_pause = min(PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self.place.processes))
+
+    def arrive(self, mine: Contribution) -> Contributions:
+        """Waits until all have arrived, and opens a session with them. Returns what they brought."""
+        yield from self.come(mine)
+        try:
+            arrivals = yield from self._await_arrivals()
+        except RESTORE_ERRORS as error:
+            outcome = yield from self.give_up_arrival(error)
+        else:
+            outcome = yield from self._open_session(arrivals)
+        yield from self.end_arrival()
+        found = wire.unpack(take(outcome))
+        self.met(found)
+        self.next = 1
+        return found
+
+    def _await_arrivals(self) -> Generator[Action, Moment, Arrivals]:
+        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        patience.note(0)
+        before: Collection[int] = ()
+        while True:
+            arrivals = yield from self.arrivals()
+            if own := arrivals.replies.get((LEADER, self.nonce)):
+                take(own)  # another process has given up, and told the others
+            missing = missing_from(arrivals.standing(), self.place.processes)
+            if not missing:
+                self.last = _last(arrivals.came, before)
+                return arrivals
+            before = arrivals.standing()
+            if self.now - looked > self.look_every or patience.expired(self.limits.stall):
+                looked = self.now
+                absent = yield from self._absent()
+                if absent.keys() >= set(missing):  # not before: those who are still to come have to learn it too
+                    raise errors.RestoreFailedError(
+                        {process: self.failure(process, absent[process]) for process in missing}
+                    )
+                patience.note(len(before))
+                yield from self._publish_status(self.keys.status, missing, patience)
+                if patience.expired(self.limits.stall):
+                    raise self.timeout(missing, absent)
+            yield from self.call(Sleep(pause))
+            pause = min(self.longest_pause, pause * 1.5)
+
+    def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
+        """Returns the processes that have announced that they will not arrive, with the reason."""
+        notes = by_process((yield from self.call(Read(self.keys.absences))))
+        return {process: str(note["why"]) for process, note in notes.items()}
+
+    def _open_session(self, arrivals: Arrivals) -> Steps:
+        """Replies to each arrival with the id of the session; returns the outcome of the arrival.
+
+        A process may give up meanwhile. Then all others get the error that it has raised.
+        """
+        yield from self.call(Delete(self.keys.sessions))  # what earlier ones could not remove; nobody is in them now
+        self.enter(self.nonce)
+        refused = []
+        for process, nonce in arrivals.nonces.items():
+            reply = Put(self.keys.reply(process, nonce), self._stamped({"id": self.id}), once=True)
+            if process != LEADER and not (yield from self.call(reply)):
+                refused.append(process)
+            yield from self.beat()
+        current = yield from self.arrivals()
+        gone = [process for process, nonce in arrivals.nonces.items() if current.nonces.get(process) != nonce]
+        unread = [process for process in gone if (process, arrivals.nonces[process]) in current.replies]
+        for process in unread:
+            yield from self.call(Delete(self.keys.arrival(process, arrivals.nonces[process])))
+        outcome = self._stamped(wire.pack(arrivals.payloads))
+        if refused or gone:
+            outcome = yield from self._error_of(sorted({*refused, *gone}), arrivals)
+            for _ in {*refused, *unread}:  # they were never in this session
+                yield from self.call(Count(self.in_session().gone))
+        return (yield from self.decide(self.in_session().outcome(0), outcome))
+
+    def beat(self) -> Steps:
+        """Replies to many processes take long: lets those go on who wait for theirs, or for the outcome."""
+        if self.now - self._published > self.look_every / 2:
+            self._beats += 1
+            yield from self._publish_status(self.keys.status, [])
+            if self.id:
+                yield from self._publish_status(self.in_session().status, [])
+
+    def end_arrival(self) -> Steps:
+        """Removes the status as well."""
+        yield from self.call(Delete(self.keys.status))
+        yield from super().end_arrival()
+
+    def _error_of(self, lost: list[int], arrivals: Arrivals) -> Steps:
+        """Waits a moment for the error that a process that has given up tells the others."""
+        patience = Patience(self)
+        while not patience.expired(GRACE):
+            current = yield from self.arrivals()
+            for process in (LEADER, *lost):
+                reply = current.replies.get((process, arrivals.nonces[process]), {})
+                if ERROR in reply:
+                    return reply
+            yield from self.call(Sleep(PAUSES[1]))
+            yield from self.beat()
+        why = dict.fromkeys(lost, "gave up before the others had arrived")
+        return {ERROR: wire.restore_error_to_json(self.timeout(lost, why))}
+
+    def meet(self, phase: str, mine: Contribution) -> Contributions:
+        """Waits until all processes are at this meeting; returns their contributions."""
+        session, number, self.phase = self.in_session(), self.next, phase
+        yield from self.wake()
+        yield from self.call(Put(session.contribution(number, LEADER), {**mine, CAME: self.wall}))
+        outcome: Mapping[str, Any]
+        try:
+            found = yield from self._gather(number)
+            yield from self.call(Delete(session.meeting(number - 1)))  # all are here, so all have read it
+            outcome = self._stamped(wire.pack(found))
+        except RESTORE_ERRORS as error:
+            outcome = {ERROR: wire.restore_error_to_json(error)}
+        stands = yield from self.decide(session.outcome(number), outcome)
+        found = wire.unpack(take(stands))
+        self.next = number + 1
+        return found
+
+    def _gather(self, number: int) -> Contributions:
+        """Waits for the contributions of all processes; publishes the status for the others."""
+        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        patience.note((0, self._advance))
+        before: Collection[int] = ()
+        while True:
+            found = yield from self._brought(number)
+            missing = missing_from(found, self.place.processes)
+            if not missing:
+                self.last = _last({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
+                return {process: _without_stamp(own) for process, own in found.items()}
+            before = found.keys()
+            failed = wire.failures_from_json(found, self.hosts, self.phase)
+            stall = min(self.limits.stall, self.look_every * _LOOKS) if failed else self.limits.stall
+            if self.now - looked > self.look_every or patience.expired(stall):
+                looked = self.now
+                yield from self._listen()
+                patience.note((len(found), self._advance))
+                yield from self._publish_status(self.in_session().status, missing, patience)
+                if patience.expired(stall):
+                    raise self._gave_up(found, missing, failed)
+            yield from self.call(Sleep(pause))
+            pause = min(self.longest_pause, pause * 1.5)
+
+    def _brought(self, number: int) -> Contributions:
+        """Returns the contributions so far; raises what a process that has left decided."""
+        found = yield from self.call(Read(self.in_session().meeting(number), self.most))
+        take(found.get("out") or {})
+        return contributions(found)
+
+    def _gave_up(
+        self, found: Mapping[int, Any], missing: list[int], failed: dict[int, errors.ProcessFailure]
+    ) -> errors.RestoreFailedError | errors.RestoreTimeoutError:
+        """Returns the error that names the missing processes, together with those that have failed already."""
+        heard = {process: news.told(self.now) for process, news in self.heard.items()}
+        if all(ONLY_WAITED in found[process] for process in failed):
+            return self.timeout(missing, heard)
+        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
+        return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
+
+    def report(self, done: Callable[[], int]) -> Generator[Action, Moment, bool]:
+        """Publishes how far all are: the others may already be waiting, and the status lets them go on.
+
+        Decides the meeting if no process advances, so that a process that is stuck at work ends too.
+        """
+        session = self.in_session()
+        yield from super().report(done)
+        yield from self._listen()
+        brought = yield from self.call(Read(session.meeting(self.next), self.most))
+        found = contributions(brought)
+        missing = missing_from(found, self.place.processes)
+        yield from self._publish_status(session.status, missing)
+        if self._working is None or self._working[0] != self.next:
+            self._working = self.next, Patience(self)
+        patience = self._working[1]
+        patience.note([len(found), *((news.phase, news.done) for news in self.heard.values())])
+        if "out" not in brought and missing and patience.expired(self.limits.stall):
+            error = self.timeout(missing, {process: news.told(self.now) for process, news in self.heard.items()})
+            yield from self.decide(session.outcome(self.next), {ERROR: wire.restore_error_to_json(error)})
+            return True
+        return ERROR in (brought.get("out") or {})
+
+    def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:
+        """Waits a few seconds for the texts of all processes and returns them."""
+        session, pause = self.in_session(), PAUSES[0]
+        yield from super().hand_in(mine)
+        deadline = self.now + HAND_IN_LIMIT
+        while (yield from self.call(Get(session.handed_in_count))) < self.place.processes and self.now < deadline:
+            yield from self.call(Sleep(pause))
+            pause = min(PAUSES[1], pause * 1.5)
+        sent = by_process((yield from self.call(Read(session.handed_in))))
+        return {process: str(own["text"]) for process, own in sent.items()}
+
+    @property
+    def _advance(self) -> int:
+        """A number that grows as long as any process reports progress."""
+        return sum(news.done for news in self.heard.values()) + len(self.heard)
+
+    def _listen(self) -> Steps:
+        """Reads the progress that the processes have published."""
+        for process, report in by_process((yield from self.call(Read(self.in_session().reports)))).items():
+            before = self.heard.get(process)
+            if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
+                self.heard[process] = Heard(report["phase"], report["done"], self.now)
+
+    def _publish_status(self, key: str, missing: list[int], patience: Patience | None = None) -> Steps:
+        """Publishes the missing processes, and a number that grows as long as any process advances."""
+        named = missing[:MAX_NAMES]
+        news = {process: self.heard[process].told(self.now) for process in named if process in self.heard}
+        found = self.place.processes - len(missing)
+        advance = [found, self._advance, self._beats]
+        self._published = self.now
+        yield from self.call(Put(key, {"advance": advance, "missing": named, "news": news}))
+        if patience is not None and patience.time_to_log():
+            yield from self.call(Log(waiting_for(self, missing)))
+
+    def _stamped(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a message with the time by the clock of process 0 and the last process to arrive."""
+        return {**value, "last": self.last, "now": self.wall}
+
+
+def _last(came: Mapping[int, float], before: Collection[int]) -> int:
+    """Returns the process that arrived last by its own clock, among those that process 0 had not seen `before`."""
+    return max([process for process in came if process not in before], key=lambda process: (came[process], process))
+
+
+def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in payload.items() if key != CAME}

@@ -1,0 +1,74 @@
+"""Runs many seeds on all cores, or one seed again with its trace.
+
+python -m tests.simulation --seeds 100000 [--first 0]
+python -m tests.simulation --seed 17
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent import futures
+
+from tests.simulation import plans, runs
+
+_CHUNK = 250  # seeds
+_MOST_LINES = 400  # of a trace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3000, help="how many (3000)")
+    parser.add_argument("--first", type=int, default=0, help="the first one (0)")
+    parser.add_argument("--seed", type=int, help="only this one, with its trace")
+    args = parser.parse_args(argv)
+    if args.seed is not None:
+        ended = runs.run(plans.random_plan(args.seed), tracing=True)
+        _show(ended)
+        if ended.problems:
+            _show_smallest(ended.plan)
+        return bool(ended.problems)
+    failed = _run_all(range(args.first, args.first + args.seeds))
+    for seed in failed[:3]:
+        _show_smallest(plans.random_plan(seed))
+    print(f"{args.seeds:,} seeds, {len(failed)} failed{': ' if failed else ''}{', '.join(map(str, failed))}")
+    return bool(failed)
+
+
+def _run_all(seeds: range) -> list[int]:
+    """Returns the seeds that fail."""
+    began, done = time.monotonic(), 0
+    failed: list[int] = []
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    with futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        for chunk, found in zip(chunks, pool.map(_failing, chunks), strict=True):
+            done += len(chunk)
+            failed += found
+            seconds = time.monotonic() - began
+            print(f"\r{done:,} of {len(seeds):,} seeds, {seconds:.0f} s, failed: {failed or 0}", end="", flush=True)
+    print()
+    return failed
+
+
+def _failing(seeds: range) -> list[int]:
+    return [ended.plan.seed for ended in runs.failing(seeds)]
+
+
+def _show_smallest(plan: plans.Plan) -> None:
+    smallest = runs.shrink(plan)
+    print(f"\nseed {plan.seed}, with the fewest faults and processes that still fail:")
+    _show(smallest)
+
+
+def _show(ended: runs.Run) -> None:
+    print("\n".join(ended.trace[-_MOST_LINES:]))
+    print(ended.plan)
+    print("\n".join(ended.problems) or "nothing is wrong")
+    print(f"Run it again: make simulate SEED={ended.plan.seed}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Defects put into the protocol on purpose, to see that the simulator finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from unittest import mock
+
+from tests.simulation import processes
+
+_ROOM = "orbax_ext.meeting"
+_MODULES = ("arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A defect: what it is, the text that is replaced in a module, and a seed to try first."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    seed: int = 0
+
+
+MUTATIONS = (
+    # The two races that were found late, in slow runs on real processes.
+    Mutation(
+        "a reply to a process that has just given up is not taken back",
+        "protocol",
+        "if now.nonces.get(other) != nonce:",
+        "if False:",
+        seed=2675,
+    ),
+    Mutation(
+        "a process that leaves right after a meeting takes its outcome away from the others",
+        "protocol",
+        "Put(session.outcome(number), value, self.most, once=True)",
+        "Put(session.outcome(number - 1), value, self.most)",
+        seed=1871,
+    ),
+    # Others.
+    Mutation(
+        "an arrival that was replied to counts again",
+        "arrivals",
+        "if (process, nonce) not in self.replies}",
+        "}",
+        seed=122,
+    ),
+    Mutation(
+        "a decision is made twice",
+        "protocol",
+        "Put(key, value, self.most, once=True)",
+        "Put(key, value, self.most)",
+        seed=1871,
+    ),
+    Mutation(
+        "the first process to leave removes the session's keys",
+        "protocol",
+        "yield from self.call(Count(session.gone))) == self.place.processes",
+        "yield from self.call(Count(session.gone))) == 1",
+        seed=1801,
+    ),
+    Mutation(
+        "an arrival stays when it is over",
+        "protocol",
+        "yield from self.call(Delete(self.keys.arrival(self.place.process, self.nonce)))",
+        "yield from ()",
+        seed=1801,
+    ),
+    Mutation(
+        "a process that leaves does not end the next meeting",
+        "protocol",
+        "decided = yield from self.call(Put(session.outcome(number), value, self.most, once=True))",
+        "decided = True",
+        seed=1298,
+    ),
+    Mutation(
+        "those who wait are not told that a process has given up",
+        "protocol",
+        "for other, nonce in told.items():\n            yield",
+        "for other, nonce in ():\n            yield",
+        seed=1801,
+    ),
+    Mutation(
+        "progress does not prolong the wait of process 0",
+        "leader",
+        "patience.note((len(found), self._advance))",
+        "patience.note(len(found))",
+        seed=40,
+    ),
+    Mutation(
+        "progress does not prolong the wait of the others",
+        "follower",
+        'patience.note((report["advance"], report["missing"]))',
+        "pass",
+        seed=20,
+    ),
+    Mutation(
+        "the grace of the others is dropped", "follower", "self._grace = GRACE +", "self._grace = -GRACE +", seed=1871
+    ),
+    Mutation(
+        "keys of earlier sessions stay",
+        "leader",
+        "yield from self.call(Delete(self.keys.sessions))",
+        "yield from ()",
+        seed=2563,
+    ),
+    Mutation(
+        "an announced absence ends the wait before all others are there",
+        "leader",
+        "if absent.keys() >= set(missing):",
+        "if absent:",
+        seed=193,
+    ),
+    Mutation(
+        "a process takes part in the same meeting again",
+        "follower",
+        "self.next = number + 1",
+        "self.next = max(1, number)",
+        seed=1,
+    ),
+    Mutation(
+        "the status of process 0 stays",
+        "leader",
+        "yield from self.call(Delete(self.keys.status))",
+        "yield from ()",
+        seed=1801,
+    ),
+)
+
+
+@contextlib.contextmanager
+def applied(mutation: Mutation) -> Iterator[None]:
+    """Makes simulated processes use a protocol with this defect."""
+    with mock.patch.dict(sys.modules):
+        loaded = {name: _load(name, mutation) for name in _MODULES}
+        leader, follower = loaded["leader"].Leader, loaded["follower"].Follower
+        with mock.patch.object(processes, "Leader", leader), mock.patch.object(processes, "Follower", follower):
+            yield
+
+
+def _load(name: str, mutation: Mutation) -> types.ModuleType:
+    spec = importlib.util.find_spec(f"{_ROOM}.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    with open(spec.origin) as file:
+        source = file.read()
+    if name == mutation.module:
+        assert source.count(mutation.old) == 1, f"{mutation.name}: the text that it replaces is not there, or not once"
+        source = source.replace(mutation.old, mutation.new)
+    module = types.ModuleType(f"{_ROOM}.{name}")
+    sys.modules[module.__name__] = module
+    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    return module

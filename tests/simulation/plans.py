@@ -1,0 +1,102 @@
+"""What happens in a simulated run, as data: how many processes, how often they restore, and which faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+KINDS = (
+    "crash",  # dies after `seconds`
+    "pause",  # is stopped for `seconds`, or longer than the limit
+    "slow",  # works longer than the limit, but advances
+    "stuck",  # would work for hours and does not advance
+    "error",  # fails at work
+    "interrupt",  # leaves in the middle of its work
+    "interrupt arrival",  # leaves while it waits for the others to arrive
+    "lost",  # the answer to one of its calls never comes
+    "slow calls",  # each of its calls takes longer, within the limits
+    "silence",  # the service does not answer for `seconds`
+    "other tree",  # asks for something else
+    "twice",  # restores once more than the others
+    "never",  # does not come to this restore
+    "late",  # comes after the others have given up
+    "absent",  # announces that it will not come to this restore
+)
+HARMLESS = ("slow", "slow calls")  # faults that no process may notice
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault of one process in one restore."""
+
+    kind: str
+    process: int
+    restore: int
+    meeting: int  # at which it happens, if it happens at work
+    seconds: float  # when it happens, or how long it lasts
+
+    def __str__(self) -> str:
+        return f"{self.kind} of process {self.process} in restore {self.restore} ({self.meeting=}, {self.seconds=:.2f})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run. The same plan and the same seed make the same run."""
+
+    seed: int
+    processes: int
+    restores: int
+    meetings: int  # in each restore
+    stall: float
+    total: float | None
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        faults = "".join(f"\n    {fault}" for fault in self.faults) or " none"
+        return (
+            f"seed {self.seed}: {self.processes} processes, {self.restores} restores of {self.meetings} meetings, "
+            f"stall {self.stall:g}, total {self.total}; faults:{faults}"
+        )
+
+    def faults_of(self, process: int, restore: int) -> dict[str, Fault]:
+        return {fault.kind: fault for fault in self.faults if (fault.process, fault.restore) == (process, restore)}
+
+    def kinds(self, process: int) -> set[str]:
+        return {fault.kind for fault in self.faults if fault.process == process}
+
+
+def random_plan(seed: int) -> Plan:
+    """Returns the plan of a seed."""
+    choice = random.Random(f"plan {seed}")
+    processes = choice.choices([2, 3, 4, 5, 8, 16, 64], [20, 30, 20, 15, 10, 4, 1])[0]
+    restores, meetings, stall = choice.randint(1, 3), choice.randint(0, 3), choice.choice([2.0, 4.0, 8.0])
+    total = choice.choice([None, None, None, stall * 30])
+    faults = tuple(
+        _random_fault(choice, processes, restores, meetings, stall) for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
+    )
+    return Plan(seed, processes, restores, meetings, stall, total, faults)
+
+
+def _random_fault(choice: random.Random, processes: int, restores: int, meetings: int, stall: float) -> Fault:
+    kind = choice.choice(KINDS)
+    longest = {"crash": 2 * stall, "pause": 4 * stall, "silence": 3 * stall, "lost": 60}.get(kind, 3 * stall)
+    seconds = choice.choice([choice.uniform(0, longest), choice.uniform(0, longest), stall + choice.uniform(2.5, 5)])
+    return Fault(
+        kind, choice.randrange(processes), choice.randrange(restores), choice.randint(1, max(1, meetings)), seconds
+    )
+
+
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Yields plans with fewer faults, processes, restores and meetings than this one."""
+    for number in range(len(plan.faults)):
+        yield dataclasses.replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
+    for fewer in sorted({2, 3, plan.processes // 2, plan.processes - 1}):
+        if max((fault.process for fault in plan.faults), default=0) < fewer < plan.processes and fewer > 1:
+            yield dataclasses.replace(plan, processes=fewer)
+    if plan.restores > 1 + max((fault.restore for fault in plan.faults), default=0):
+        yield dataclasses.replace(plan, restores=plan.restores - 1)
+    if plan.meetings:
+        yield dataclasses.replace(plan, meetings=plan.meetings - 1)
+    if plan.total is not None:
+        yield dataclasses.replace(plan, total=None)

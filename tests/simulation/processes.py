@@ -1,0 +1,278 @@
+"""A simulated process: it restores some times in sequence, and does what its faults say.
+
+`Process.drive` and `Process._restore` do what `orbax_ext.meeting.session.Session` does with threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
+
+from orbax_ext import errors
+from orbax_ext.meeting import wire
+from orbax_ext.meeting.actions import Action, Delete, Put, Steps
+from orbax_ext.meeting.board import CLOSE_LIMIT
+from orbax_ext.meeting.follower import Follower
+from orbax_ext.meeting.keys import SubjectKeys
+from orbax_ext.meeting.leader import Leader
+from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, Limits, Place, service_is_silent
+from orbax_ext.meeting.threads import JOIN_LIMIT
+from tests.simulation.plans import Fault, Plan
+from tests.simulation.world import Host, Task, World
+
+SUBJECT = "restore"
+FINAL = 1000  # the number of the restore that follows when all faults are over
+_CHECK = 0.5  # seconds between two checks whether the service still answers
+
+Role: TypeAlias = Leader | Follower
+Program: TypeAlias = Generator[Callable[[Callable[[Any], None]], None], Any, Any]
+
+
+class SilentServiceError(Exception):
+    """The service did not answer in time."""
+
+
+class InterruptError(Exception):
+    """The restore of this process was interrupted."""
+
+
+class OtherTreeError(Exception):
+    """The processes do not ask for the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """How one restore of one process ended."""
+
+    process: int
+    restore: int
+    session: str
+    error: Exception | None
+    overtime: float  # the longest wait at a meeting after any process advanced last
+    payloads: tuple[Any, ...] = ()  # what the processes brought to each meeting
+
+    @property
+    def named(self) -> frozenset[int]:
+        if isinstance(self.error, errors.RestoreFailedError):
+            return frozenset(self.error.failures)
+        if isinstance(self.error, errors.RestoreTimeoutError):
+            return frozenset(self.error.missing)
+        return frozenset()
+
+    def __str__(self) -> str:
+        how = "restored" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        return f"process {self.process}, restore {self.restore}, session {self.session or '-'}: {how}"
+
+
+class Process:
+    """One process and what it does."""
+
+    def __init__(self, world: World, plan: Plan, number: int) -> None:
+        self.host = Host(world, number)
+        self.records: list[Record] = []
+        self.finished = False
+        self._world = world
+        self._plan = plan
+        self._number = number
+        self._done = 0
+        self._sessions = 0
+        self._hosts_met: dict[int, str] = {}
+        self._tasks: list[Task] = []
+        self._overtime = 0.0
+        self._payloads: list[Any] = []
+
+    def start(self, program: Program) -> None:
+        self.finished = False
+        self._resume(program, None)
+
+    def _resume(self, program: Program, result: Any) -> None:
+        try:
+            wait = program.throw(result) if isinstance(result, Exception) else program.send(result)
+        except StopIteration:
+            self.finished = True
+            return
+        wait(lambda answer: self._resume(program, answer))
+
+    # Programs.
+
+    def faulty(self) -> Program:
+        """Restores as often as the plan says."""
+        for restore in range(self._plan.restores):
+            faults = self._plan.faults_of(self._number, restore)
+            yield self._sleep(self._world.random.uniform(0, 0.5))
+            if "late" in faults:
+                yield self._sleep(self._plan.stall + faults["late"].seconds)
+            if "absent" in faults:
+                yield from self._stay_away()
+            elif "never" not in faults:
+                yield from self._restore(restore, faults)
+            if "twice" in faults:
+                yield from self._restore(restore, {})
+
+    def final(self) -> Program:
+        """Restores once, without a fault."""
+        yield self._sleep(self._world.random.uniform(0, 0.5))
+        yield from self._restore(FINAL, {})
+
+    def _stay_away(self) -> Program:
+        key = SubjectKeys(SUBJECT).absence(self._number)
+        with contextlib.suppress(SilentServiceError, RuntimeError):
+            yield from self.drive(_call(Put(key, {"why": "no such step"})), 60)
+            yield self._sleep(3 * self._plan.stall + 10)
+            yield from self.drive(_call(Delete(key)), 60)
+
+    def _restore(self, restore: int, faults: dict[str, Fault]) -> Program:
+        self._begin_faults(faults)
+        self._sessions += 1
+        nonce = f"{self._sessions:08d}-{self._number}-{self._world.random.randrange(10**9)}"
+        place = Place(self._number, self._plan.processes, f"host{self._number}")
+        role = Leader if self._number == LEADER else Follower
+        limits = Limits(self._plan.stall, self._plan.total)
+        member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
+        if isinstance(member, Leader):
+            member.longest_pause = 0.25  # fewer events
+        self._tasks, self._overtime, self._payloads = [], 0.0, []
+        error: Exception | None = None
+        try:
+            yield from self._meetings(member, restore, faults)
+        except Exception as raised:
+            error = raised
+        answered = max((task.answered for task in self._tasks), default=self._world.now)
+        for task in self._tasks:
+            task.abandoned = True
+        closed = self._world.now + CLOSE_LIMIT
+        while any(task.writing for task in self._tasks) and self._world.now < closed:
+            yield self._sleep(0.02)
+        try:
+            yield from self.drive(member.leave(error), LEAVE_LIMIT, answered)
+        except SilentServiceError:
+            pass
+        except Exception as problem:
+            self._world.note(self.host, f"could not leave: {problem}")
+        self.records.append(Record(self._number, restore, member.id, error, self._overtime, tuple(self._payloads)))
+        self._world.note(self.host, str(self.records[-1]))
+
+    def _meetings(self, member: Role, restore: int, faults: dict[str, Fault]) -> Program:
+        tree = "other" if "other tree" in faults else "tree"
+        brought = {"tree": tree, "restore": restore, "by": self._number}
+        arrivals = yield from self._wait(member, member.arrive(brought), faults.get("interrupt arrival"))
+        self._payloads.append(arrivals)
+        if len({own["tree"] for own in arrivals.values()}) > 1:
+            raise OtherTreeError(str(sorted((process, own["tree"]) for process, own in arrivals.items())))
+        for number in range(1, self._plan.meetings + 1):
+            mine = {"number": number, "session": member.id, "by": self._number}
+            yield from self._work(member, {kind: f for kind, f in faults.items() if f.meeting == number})
+            if "error" in faults and faults["error"].meeting == number:
+                mine |= wire.failure_to_json(OSError("disk gone"))
+            found = yield from self._wait(member, member.meet(f"work {number}", mine))
+            self._payloads.append(found)
+            if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
+                raise errors.restore_failed(failed)
+
+    def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
+        seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
+        if "slow" in faults or "stuck" in faults:
+            seconds = (3 if "slow" in faults else 1000) * self._plan.stall
+        advances = "stuck" not in faults
+        ticker: Task | None = None
+        failed = False
+
+        def reported(result: Any) -> None:
+            nonlocal failed
+            failed = result is True
+
+        end = self._world.now + seconds
+        while self._world.now < end:
+            yield self._sleep(min(1.0, end - self._world.now))
+            if advances:
+                self._done += 1
+                self._world.advanced = self._world.now
+            if ticker is None or not ticker.running:
+                ticker = Task(self.host, member.report(lambda: self._done), reported)
+                self._tasks.append(ticker)
+            if "interrupt" in faults or failed:
+                break
+        join = self._world.now + JOIN_LIMIT
+        while ticker is not None and ticker.running and self._world.now < join:
+            yield self._sleep(0.05)
+        if "interrupt" in faults:
+            raise InterruptError("stopped by hand")
+
+    def _wait(self, member: Role, steps: Steps, interrupt: Fault | None = None) -> Program:
+        began = self._world.now
+        self._world.advanced = began
+        try:
+            return (yield from self.drive(steps, member.silence_limit, interrupt=interrupt))
+        except SilentServiceError:
+            raise service_is_silent(member, self.host.clock) from None
+        finally:
+            since = max(began, self._world.advanced, self.host.stopped_until, self._world.silent_until)
+            self._overtime = max(self._overtime, self._world.now - since)
+
+    def drive(
+        self, steps: Steps, limit: float, answered: float | None = None, interrupt: Fault | None = None
+    ) -> Program:
+        """Runs a machine; raises `SilentServiceError` if the service stops answering for `limit` seconds."""
+
+        def wait(resume: Callable[[Any], None]) -> None:
+            ended = False
+
+            def end(result: Any) -> None:
+                nonlocal ended
+                if not ended:
+                    ended = True
+                    resume(result)
+
+            def check() -> None:
+                if not ended and self._world.now > task.answered + limit:
+                    end(SilentServiceError())
+                elif not ended:
+                    self.host.after(_CHECK, check)
+
+            task = Task(self.host, steps, lambda result: self.host.after(0, lambda: end(result)))
+            if answered is not None:
+                task.answered = answered
+            self._tasks.append(task)
+            self.host.after(_CHECK, check)
+            if interrupt is not None:
+                self.host.after(interrupt.seconds / 4, lambda: end(InterruptError("stopped by hand")))
+
+        return (yield wait)
+
+    def _sleep(self, seconds: float) -> Callable[[Callable[[Any], None]], None]:
+        return lambda resume: self.host.after(seconds, lambda: resume(None))
+
+    def _begin_faults(self, faults: dict[str, Fault]) -> None:
+        world, host = self._world, self.host
+        if "crash" in faults:
+            world.after(faults["crash"].seconds, self._crash)
+        if "pause" in faults:
+            world.after(world.random.uniform(0, 3), lambda: self._pause(faults["pause"].seconds))
+        if "silence" in faults:
+            world.after(world.random.uniform(0, 3), lambda: self._silence(faults["silence"].seconds))
+        if "lost" in faults:
+            host.lose_after = host.calls + 1 + int(faults["lost"].seconds) % 12
+        if "slow calls" in faults:
+            host.slow_calls = min(faults["slow calls"].seconds, self._plan.stall) / 20
+
+    def _crash(self) -> None:
+        self.host.alive = False
+        self._world.note(self.host, "dies")
+        if self._number == LEADER:
+            self._world.die(self._world.random.choice(["hang", "error"]))
+
+    def _pause(self, seconds: float) -> None:
+        self._world.note(self.host, f"is stopped for {seconds:.2f} s")
+        self.host.stopped_until = self._world.now + seconds
+        if self._number == LEADER:
+            self._silence(seconds)
+
+    def _silence(self, seconds: float) -> None:
+        self._world.note("service", f"is silent for {seconds:.2f} s")
+        self._world.silent_until = max(self._world.silent_until, self._world.now + seconds)
+
+
+def _call(action: Action) -> Steps:
+    yield action

@@ -1,0 +1,182 @@
+"""Runs a plan in a simulated world and checks what must hold in every run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from orbax_ext.meeting.protocol import GRACE, SILENCE, SPREAD
+from tests.simulation.plans import HARMLESS, Plan, random_plan, smaller
+from tests.simulation.processes import FINAL, Process, Record
+from tests.simulation.world import World
+
+_LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
+_MARGIN = 15.0  # seconds for messages, looks, and the check whether the service answers
+_NOT_TOLD = {"crash", "pause", "lost", "interrupt", "interrupt arrival"}  # such a process may end with another error
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has ended: what was wrong, and how it came about."""
+
+    plan: Plan
+    problems: tuple[str, ...]
+    records: tuple[Record, ...]
+    trace: tuple[str, ...]
+
+
+def run(plan: Plan, *, tracing: bool = False) -> Run:
+    """Runs a plan to its end."""
+    world = World(plan.seed, tracing=tracing)
+    processes = [Process(world, plan, number) for number in range(plan.processes)]
+    problems: list[str] = []
+    try:
+        for process in processes:
+            process.start(process.faulty())
+        ended = world.run(_LONGEST)
+        problems += [] if ended else ["the run does not end"]
+        problems += _check(plan, processes)
+        problems += _check_keys(plan, world)
+        if ended and all(process.host.alive for process in processes):
+            problems += _check_final(world, processes)
+    except Exception as error:  # a defect of the protocol that shows as an exception of its own
+        problems.append(f"exception in the simulation: {error!r}")
+    records = tuple(record for process in processes for record in process.records)
+    return Run(plan, tuple(problems), records, tuple(world.trace or ()))
+
+
+def suspects(plan: Plan) -> set[int]:
+    """Returns the processes that may be named in an error: those with a fault that can make a restore fail."""
+    if _long_silence(plan):
+        return set(range(plan.processes))  # nobody can be heard, and each one gives up when it notices
+    harmful = {
+        f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
+    }
+    named = {fault.process for fault in harmful if fault.kind != "silence"}
+    if harmful:  # a slow process may miss the restore that follows a failed one
+        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
+    return named
+
+
+def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
+    records = [record for process in processes for record in process.records]
+    healthy = [process for process in processes if not plan.kinds(process.host.number)]
+    yield from (f"process {p.host.number} does not end" for p in processes if p.host.alive and not p.finished)
+    if not suspects(plan):
+        yield from (f"fails without a reason: {record}" for record in records if record.error)
+    yield from _check_names(plan, records)
+    yield from _check_sessions(plan, records)
+    yield from _check_healthy(plan, healthy)
+    yield from _check_payloads(records)
+    limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN
+    yield from (
+        f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
+    )
+    yield from _check_messages(plan, processes)
+
+
+def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """A culprit that exists is named, and nobody else."""
+    guilty = suspects(plan)
+    for record in records:
+        if _left_early(plan) and not record.session:
+            continue
+        if record.named and record.process not in guilty and not record.named <= guilty:
+            yield f"names an innocent process: {record}"
+
+
+def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """All processes of a session return, or all raise the same error."""
+    sessions: dict[str, list[Record]] = {}
+    for record in records:
+        if record.session and not plan.kinds(record.process) & _NOT_TOLD:
+            sessions.setdefault(record.session, []).append(record)
+    for ended in sessions.values():
+        if len({str(record.error) for record in ended}) > 1 and not _long_silence(plan):
+            yield "ends differently: " + " | ".join(map(str, ended))
+
+
+def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
+    """Each restore ends in the same way on all processes without a fault."""
+    for restore in range(plan.restores):
+        ended = [r for p in healthy for r in p.records if r.restore == restore]
+        if len({r.error is None for r in ended}) > 1 and not _long_silence(plan) and not _left_early(plan):
+            yield "only some fail: " + " | ".join(map(str, ended))
+
+
+def _check_payloads(records: list[Record]) -> Iterator[str]:
+    """What a meeting returns was brought to this meeting of this session by these processes."""
+    for record in records:
+        for number, found in enumerate(record.payloads):
+            wrong = [own for process, own in found.items() if own["by"] != process]
+            wrong += [own for own in found.values() if number and own["session"] != record.session]
+            wrong += [own for own in found.values() if number and own["number"] != number]
+            if wrong:
+                yield f"meeting {number} has {wrong}: {record}"
+
+
+def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
+    """Messages per process are bounded."""
+    for process in processes:
+        attempts = len(process.records) + 1
+        most = attempts * (60 * (plan.meetings + 2) * (1 + plan.stall) + 6 * plan.processes)
+        if process.host.calls > most:
+            yield f"process {process.host.number} sends {process.host.calls} messages; at most {most:.0f} are expected"
+
+
+def _check_keys(plan: Plan, world: World) -> Iterator[str]:
+    """No key is left when all have gone, unless a call was lost or made while the service was silent."""
+    excused = {"crash", "pause", "lost", "silence"}
+    left = [key for key, _ in world.client.key_value_dir_get("")]
+    if left and not any(fault.kind in excused for fault in plan.faults) and not _left_early(plan):
+        yield f"keys are left: {left}"
+
+
+def _check_final(world: World, processes: list[Process]) -> Iterator[str]:
+    """The next restore of living processes works, and removes what was left."""
+    world.now = max(world.now, world.silent_until, *(process.host.stopped_until for process in processes))
+    for process in processes:
+        process.host.lose_after, process.host.slow_calls = -1, 0.0
+        process.start(process.final())
+    if not world.run(_LONGEST):
+        yield "the last restore does not end"
+    last = [process.records[-1] for process in processes if process.records and process.records[-1].restore == FINAL]
+    yield from (f"the last restore fails: {record}" for record in last if record.error)
+    if len(last) < len(processes):
+        yield "the last restore does not end on all processes"
+    if left := [key for key, _ in world.client.key_value_dir_get("")]:
+        yield f"keys are left after the last restore: {left}"
+
+
+def _long_silence(plan: Plan) -> bool:
+    """Whether the service may be given up. Then a process can't know what the others see."""
+    silent = [
+        f for f in plan.faults if f.kind == "silence" or (f.kind in ("pause", "crash", "lost") and f.process == 0)
+    ]
+    return any(fault.kind in ("crash", "lost") or fault.seconds > plan.stall for fault in silent)
+
+
+def _left_early(plan: Plan) -> bool:
+    """Whether process 0 tells all who wait that it was interrupted. Those who come a moment later find nobody."""
+    return "interrupt arrival" in plan.kinds(0)
+
+
+def shrink(plan: Plan) -> Run:
+    """Returns a failing run with the fewest faults and processes that still fails."""
+    failing = run(plan)
+    while True:
+        for candidate in smaller(failing.plan):
+            tried = run(candidate)
+            if tried.problems:
+                failing = tried
+                break
+        else:
+            return run(failing.plan, tracing=True)
+
+
+def failing(seeds: Iterable[int]) -> Iterator[Run]:
+    """Yields the runs that fail."""
+    for seed in seeds:
+        ended = run(random_plan(seed))
+        if ended.problems:
+            yield ended

@@ -1,0 +1,55 @@
+"""The protocol in simulated worlds: 3,000 seeds, every seed that ever failed, and defects that must be found.
+
+`make simulate SEEDS=100000` runs more, `make simulate SEED=17` runs one of them again and prints its trace.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tests.simulation import mutations, plans, runs
+
+pytestmark = pytest.mark.once
+
+SEEDS = 3000
+CHUNKS = 12
+PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/simulation.md"
+TRACK_RECORD = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("number", range(CHUNKS))
+def test_every_seed_ends_as_it_must(number: int) -> None:
+    failed = list(runs.failing(range(number, SEEDS, CHUNKS)))
+    assert not failed, "\n\n".join(f"{ended.plan}\n" + "\n".join(ended.problems) for ended in failed[:3])
+
+
+@pytest.mark.parametrize("seed", TRACK_RECORD)
+def test_seeds_that_once_failed_pass(seed: str) -> None:
+    assert runs.run(plans.random_plan(int(seed))).problems == (), f"it once failed: {TRACK_RECORD[seed]}"
+
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
+    with mutations.applied(mutation):
+        failed = next(runs.failing([mutation.seed, *range(SEEDS)]), None)
+    assert failed is not None
+
+
+def test_a_failing_plan_is_made_smaller() -> None:
+    fault = plans.Fault("error", 1, 0, 1, 1.0)
+    harmless = plans.Fault("slow calls", 2, 1, 1, 1.0)
+    plan = plans.Plan(1, 5, 3, 2, 4.0, None, (harmless, fault))
+    mutation = next(each for each in mutations.MUTATIONS if each.name == "an arrival stays when it is over")
+    with mutations.applied(mutation):
+        smallest = runs.shrink(plan)
+    assert smallest.problems
+    assert smallest.trace
+    assert (smallest.plan.processes, smallest.plan.restores, smallest.plan.faults) == (2, 1, ())
+
+
+def test_the_same_seed_makes_the_same_run() -> None:
+    first, second = (runs.run(plans.random_plan(3), tracing=True) for _ in range(2))
+    assert first.trace == second.trace

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orbax_ext.storage import counters, stall
+
+pytestmark = pytest.mark.once
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def soon(result: str) -> str:
+    await asyncio.sleep(0.01)
+    return result
+
+
+def test_the_result_of_work_is_returned() -> None:
+    assert asyncio.run(stall.while_storage_answers(soon("done"), 5)) == "done"
+
+
+def test_storage_that_does_not_answer_ends_the_work() -> None:
+    with pytest.raises(TimeoutError, match=r"storage has not answered for 0\.1 s"):
+        asyncio.run(stall.while_storage_answers(never(), 0.1))
+
+
+def test_requests_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "requests", iter(range(10**6)).__next__)
+
+    async def work() -> str:
+        await asyncio.sleep(0.5)
+        return "done"
+
+    assert asyncio.run(stall.while_storage_answers(work(), 0.1)) == "done"

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orbax_ext import errors, handler
+from orbax_ext.storage import counters
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def other_restore() -> asyncio.AbstractEventLoop:
+    """A restore of another thread, whose turn it is."""
+    loop = asyncio.new_event_loop()
+    assert handler._turn.take(loop)
+    return loop
+
+
+async def restore(stall: float) -> str:
+    async with handler._one_at_a_time(stall):
+        return "restored"
+
+
+def test_a_restore_does_not_wait_for_ever_for_one_that_is_stuck(other_restore: asyncio.AbstractEventLoop) -> None:
+    with pytest.raises(errors.RestoreTimeoutError, match=r"another restore .* has read nothing for 0\.1 s"):
+        asyncio.run(restore(0.1))
+    other_restore.close()
+    assert asyncio.run(restore(0.1)) == "restored"
+
+
+def test_a_restore_waits_for_one_that_reads(
+    other_restore: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "bytes_read", iter(range(10**6)).__next__)
+
+    async def wait() -> str:
+        asyncio.get_running_loop().call_later(0.5, other_restore.close)
+        return await restore(0.1)
+
+    assert asyncio.run(wait()) == "restored"

@@ -1,0 +1,162 @@
+"""No wait without a limit: everything in the package that waits has a limit, or a reason in the list below.
+
+An `await` of a coroutine function of the package is not listed: what that function waits for is. Work of a restore
+between two meetings needs no limit of its own: `Session.together` cancels it when no process advances any more.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+
+from tests.test_architecture import modules
+
+WAITING = {"result", "join", "wait", "acquire", "communicate", "recv", "get", "block_until_ready", "wait_at_barrier"}
+WAITING |= {"blocking_key_value_get", "check_call", "check_output", "shutdown", "urlopen", "wait_for"}
+BY_CALL = {"in_thread", "deserialize"}  # of Orbax too, or limited only if asked: each call is looked at
+LIMITS = {"timeout", "limit", "timeout_in_ms", "processes"}
+MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
+LOCKS = ("lock", "_writing")
+
+# The module and the expression that waits, with the reason why it has no limit.
+_WORK = "work between two meetings: the session cancels it when no process advances"
+_DESCRIBE = "the request is read within stall_timeout of the last answer of storage"
+_ENDED = "the task has ended"
+_LOCK = "held for a few lines that wait for nothing else"
+_PLAIN = "a restore by Orbax itself, as if orbax_ext were not there"
+REASONS: dict[tuple[str, str], str] = {
+    ("cli.check.command", "jax.distributed.shutdown()"): "in a thread that is joined with a limit",
+    (
+        "cli.check.rehearsal",
+        "jax.block_until_ready([leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)])",
+    ): "the restore before it has ended on all processes",
+    ("cli.demo", "jax.block_until_ready(manager.restore(0, args=args))"): "the lab ends a process after its time limit",
+    ("handler", "await super().deserialize(infos, args)"): _PLAIN,
+    ("handler", "await type_handlers.ArrayHandler.deserialize(self, infos, args)"): _PLAIN,
+    ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
+    ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",
+    ("lab.worker", "jax.distributed.shutdown()"): "the cluster ends a worker that does not end by itself",
+    ("meeting.board", "self._writing"): "only the thread that makes the call holds it; `close` waits with a limit",
+    ("meeting.session", "await work"): _WORK,
+    ("meeting.threads", "self._lock"): _LOCK,
+    ("placement.stacked_restore", "await handler.metadata(infos)"): "advice has a limit; otherwise as in plain Orbax",
+    ("placement.stacked_restore", "await restore_leaves(infos, stored_args)"): "the restore itself, step by step",
+    ("report.recorder", "await work"): _WORK,
+    ("storage.array_metadata", "await handler.metadata(infos)"): _DESCRIBE,
+    ("storage.array_metadata", "await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)"): _DESCRIBE,
+    ("storage.s3", "_lock"): _LOCK,
+    ("storage.s3.objects", "self._lock"): _LOCK,
+    ("storage.s3.sharing", "answer.result()"): "the thread that asks sets it, also if it fails; requests have limits",
+    ("storage.s3.sharing", "self._lock"): _LOCK,
+    ("storage.s3.usage", "self._lock"): _LOCK,
+    ("storage.stall", "task.result()"): _ENDED,
+    ("transfer.choice", "await asyncio.wait(first)"): _WORK,
+    ("transfer.choice", "await measuring"): _WORK,
+    ("transfer.choice", "task.result()"): _ENDED,
+    ("transfer.collectives", "jax.block_until_ready(list(answer.values()))"): "in a thread that has a limit",
+    (
+        "transfer.executor",
+        "jax.block_until_ready([list(blocks.values()) for blocks in received])",
+    ): "in a thread that has a limit",
+    ("transfer.executor", "await type_handlers.ArrayHandler.deserialize(self._handler, infos, args)"): _WORK,
+    ("transfer.pipeline", "await asyncio.gather(*dict.fromkeys(self._direct.values()))"): _WORK,
+    ("transfer.pipeline", "await self._under_way"): _WORK,
+    ("transfer.pipeline", "await work"): _WORK,
+    ("transfer.read_ahead", "await asyncio.gather(first, second, return_exceptions=True)"): _WORK,
+    ("transfer.read_ahead", "await self._read(number)"): _WORK,
+    ("transfer.read_ahead", "await self._tasks[number]"): _WORK,
+    (
+        "transfer.reading",
+        "await asyncio.gather(_read_whole(handler, whole), *(_read_slice(handler, item) for item in sliced))",
+    ): _WORK,
+    (
+        "transfer.reading",
+        "await type_handlers.ArrayHandler.deserialize(handler, [item.request.info for item in items], args)",
+    ): _WORK,
+    (
+        "transfer.verify",
+        "await asyncio.gather(*(in_thread(work, devices[number::_THREADS]) for number in range(_THREADS)))",
+    ): _WORK,
+    (
+        "upstream.array_handler",
+        "await serialization.async_deserialize(sharding, {**spec, 'transform': transform}, global_shape=tuple",
+    ): _WORK,
+    ("upstream.hooks", "_lock"): _LOCK,
+    ("upstream.hooks", "_served_by.get()"): "a context variable, not a queue",
+    ("upstream.object_stores", "await original(*args, **kwargs)"): _PLAIN,
+    ("upstream.stock_handlers", "await original(*given)"): _PLAIN,
+    ("upstream.stock_handlers", "await original(self, infos, args)"): _PLAIN,
+    ("upstream.stock_handlers", "await ours.deserialize(infos, args)"): "our own handler",
+    ("upstream.stock_handlers", "await ours.deserialize(infos, asked)"): "our own handler",
+}
+
+
+@functools.cache
+def own_coroutines() -> set[str]:
+    """Returns the names of the coroutine functions of the package."""
+    nodes = [node for tree in modules().values() for node in ast.walk(tree)]
+    return {node.name for node in nodes if isinstance(node, ast.AsyncFunctionDef)} - BY_CALL
+
+
+def waits(module: str) -> Iterator[ast.expr]:
+    """Yields every expression of a module that waits."""
+    nodes = list(ast.walk(modules()[module]))
+    awaited = {id(node.value) for node in nodes if isinstance(node, ast.Await)}
+    for node in nodes:
+        if isinstance(node, ast.Await):
+            called = _name(node.value) if isinstance(node.value, ast.Call) else ""
+            if called not in own_coroutines():
+                yield node
+        elif isinstance(node, ast.Call) and id(node) not in awaited and _waits(node):
+            yield node
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            yield from (item.context_expr for item in node.items if ast.unparse(item.context_expr).endswith(LOCKS))
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _waits(call: ast.Call) -> bool:
+    if ast.unparse(call.func) == "subprocess.run":
+        return True
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in WAITING:
+        return False
+    owner = ast.unparse(call.func.value)
+    if call.func.attr == "join":  # of threads, not of texts and paths
+        return not isinstance(call.func.value, (ast.Constant, ast.JoinedStr)) and owner not in ("os.path", "posixpath")
+    if call.func.attr == "get":  # of queues and context variables, not of mappings
+        return not call.args
+    return True
+
+
+def has_limit(node: ast.expr) -> bool:
+    call = node.value if isinstance(node, ast.Await) else node
+    if not isinstance(call, ast.Call):
+        return False
+    if any(keyword.arg in LIMITS for keyword in call.keywords):
+        return True
+    if _name(call) == "in_thread" and ast.unparse(call.args[0]).endswith(MEETINGS):
+        return True
+    positional = {"join": 1, "wait": 1, "sleep": 1, "acquire": 1, "wait_for": 2, "blocking_key_value_get": 2}
+    if ast.unparse(call.func) == "asyncio.wait":  # its first argument is not the limit
+        return False
+    return isinstance(call.func, ast.Attribute) and len(call.args) >= positional.get(call.func.attr, 9)
+
+
+def unlimited() -> set[tuple[str, str]]:
+    return {
+        (module.removeprefix("orbax_ext."), " ".join(ast.unparse(node).split())[:100])
+        for module in modules()
+        for node in waits(module)
+        if not has_limit(node)
+    }
+
+
+def test_everything_that_waits_has_a_limit_or_a_reason() -> None:
+    assert unlimited() - REASONS.keys() == set()
+
+
+def test_every_reason_is_needed() -> None:
+    assert REASONS.keys() - unlimited() == set()
