@@ -80,7 +80,9 @@ async def _restore_from_hosts(
     with collect.recorded() as recorder, progress.shown(options.progress, recorder):
         async with arrival.failing_together(options):
             with recorder.span("describe"):
-                local, persistent = await in_thread(step.find_local), await in_thread(step.find_persistent)
+                stall = options.stall_timeout
+                local = await in_thread(step.find_local, limit=stall)
+                persistent = await in_thread(step.find_persistent, limit=stall)
                 stored = upstream.param_infos(persistent or _NOWHERE, step.names)
                 request = given_request(stored, step.args)
                 limit = memory_limit(options, request)

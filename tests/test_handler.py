@@ -19,7 +19,7 @@ def other_restore() -> asyncio.AbstractEventLoop:
 
 
 async def restore(stall: float) -> str:
-    async with handler._one_at_a_time(stall):
+    async with handler.one_at_a_time(stall):
         return "restored"
 
 

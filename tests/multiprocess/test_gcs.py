@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import os
 from collections.abc import Iterator
 
@@ -68,12 +70,13 @@ def restore(strategy: str, stall_timeout: float) -> list[str]:
     import orbax.checkpoint as ocp
 
     import orbax_ext
+from orbax_ext.options import Strategy
 
     mesh = MESH.make()
     abstract = states.abstract_state(STATE, mesh)
     with (
         ocp.CheckpointManager(PATH, options=ocp.CheckpointManagerOptions(read_only=True)) as manager,
-        orbax_ext.registered(replica_axis="dp", strategy=strategy, stall_timeout=stall_timeout),
+        orbax_ext.registered(replica_axis="dp", strategy=cast(Strategy, strategy), stall_timeout=stall_timeout),
     ):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(manager.restore(manager.latest_step(), args=args))
