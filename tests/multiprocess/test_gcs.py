@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import os
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from orbax_ext import lab
+from orbax_ext.options import Strategy
 from tests.support import gcs_server, states
 from tests.support.s3_proxy import Fault, FaultProxy
 from tests.support.states import MeshSpec
@@ -70,7 +70,6 @@ def restore(strategy: str, stall_timeout: float) -> list[str]:
     import orbax.checkpoint as ocp
 
     import orbax_ext
-from orbax_ext.options import Strategy
 
     mesh = MESH.make()
     abstract = states.abstract_state(STATE, mesh)
