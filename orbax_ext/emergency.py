@@ -97,8 +97,10 @@ async def _restore_from_hosts(
             _, told = await session.together_telling("look at the local step", looking, lambda: described)
             _check_same_step(told, session)
             restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
-            arrays = await restore.all_leaves(step, told, persistent, group_bytes(agreed, "spread"))
-            blocks.log_damaged(local)
+            try:
+                arrays = await restore.all_leaves(step, told, persistent, group_bytes(agreed, "spread"))
+            finally:
+                blocks.log_damaged(local)
             if options.verify and len(arrays) == len(step.names):
                 with recorder.span("verify"):
                     await verify(session, request, [arrays[index] for index in range(len(arrays))])

@@ -108,6 +108,24 @@ def test_two_restores_in_a_row_are_exact(small_cluster: lab.Cluster, root: str) 
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, times=2))
 
 
+@pytest.mark.parametrize("strategy", ["single", "spread", "direct"])
+def test_any_strategy_reads_what_no_host_has(small_cluster: lab.Cluster, root: str, strategy: str) -> None:
+    lose(root, 1, 2, 3)
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"strategy": strategy}))
+
+
+def test_verify_compares_with_the_digests_of_the_persistent_step(small_cluster: lab.Cluster, root: str) -> None:
+    state = f"{root}/persistent/1/default"
+    records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
+    digest_files.write(state, records)
+    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"verify": True}))
+    records["bias"]["digest"] = "0" * 16
+    digest_files.write(state, records)
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"verify": True}):
+        assert result.error.startswith("RestoreFailedError")
+        assert "bias" in result.error
+
+
 def test_memory_kinds_and_explicit_axes_are_kept(small_cluster: lab.Cluster, root: str) -> None:
     mesh = dataclasses.replace(ONE_HOST, types=("auto", "explicit"))
     wanted = {name: dataclasses.replace(spec, memory_kind="pinned_host") for name, spec in STATE.items()}
