@@ -15,6 +15,7 @@ EXAMPLES ?= 300
 .PHONY: help demo check fmt docs clean
 .PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
+.PHONY: test-slurm
 .PHONY: bench bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
 
 help: ## list the targets
@@ -50,6 +51,9 @@ test-faults: test-faults-oldest test-faults-newest ## processes that fail, stop,
 
 test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
 	.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS)
+
+test-slurm: $(NEWEST)/.ready ## jobs of a real Slurm of four nodes on this machine (as root; apt-get install slurm-wlm munge)
+	$(NEWEST)/bin/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults ## test-faults, and write bench/results/faults.md
