@@ -41,7 +41,8 @@ Without --mesh, the mesh is the one that the checkpoint was saved on if this job
 all devices with a copy of everything on each. Leaves keep the sharding that they were saved with where it fits that
 mesh; --spec changes it. Process 0 prints the verdict.
 
-Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong.
+Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong, or the
+processes of the job do not find each other.
 """
 _LEAVE_LIMIT = 15.0  # seconds for the other processes to leave `jax.distributed` too
 _GRACE = 30.0  # seconds above the restore's own limit, whose error names the missing processes
