@@ -18,6 +18,7 @@ SEEDS ?= 100000
 .PHONY: test-stores
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
 .PHONY: bench bench-emergency bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
+.PHONY: test-slurm
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,9 @@ test-faults: test-faults-oldest test-faults-newest ## processes that fail, stop,
 
 test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
 	.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS)
+
+test-slurm: $(NEWEST)/.ready ## jobs of a real Slurm of four nodes on this machine (as root; apt-get install slurm-wlm munge)
+	$(NEWEST)/bin/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults ## test-faults, and write bench/results/faults.md

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README, BUILD = ROOT / "README.md", ROOT / "BUILD.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-DOCUMENTS = [README, BUILD, *PAGES, ROOT / "patches" / "README.md", *sorted((ROOT / "bench" / "results").glob("*.md"))]
+FOLDERS = [ROOT / "patches" / "README.md", ROOT / "examples" / "README.md"]
+DOCUMENTS = [README, BUILD, *PAGES, *FOLDERS, *sorted((ROOT / "bench" / "results").glob("*.md"))]
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]+`")

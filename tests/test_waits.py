@@ -47,16 +47,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("storage.array_metadata", "await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)"): _DESCRIBE,
     ("storage.s3", "_lock"): _LOCK,
     ("storage.s3.directories", "self._lock"): _LOCK,
-    ("storage.s3.objects", "deletion.result()"): "TensorStore's requests have limits and retries of their own",
     ("storage.s3.objects", "self._lock"): _LOCK,
-    (
-        "storage.s3.objects",
-        "self._raw(path).list(_keys_from(directory_key(path))).result()",
-    ): "TensorStore's requests have limits and retries of their own",
-    (
-        "storage.s3.objects",
-        "ts.KvStore.open(self._kvstore(split(path)[0], '')).result()",
-    ): "TensorStore's requests have limits and retries of their own",
     ("storage.s3.sharing", "answer.result()"): "the thread that asks sets it, also if it fails; requests have limits",
     ("storage.s3.sharing", "self._lock"): _LOCK,
     ("storage.s3.usage", "self._lock"): _LOCK,

@@ -7,8 +7,10 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
+from concurrent import futures
 
 import jax
 import pytest
@@ -132,12 +134,34 @@ def test_the_command_starts_a_local_cluster(saved: str) -> None:
     assert "does not fit this mesh" in data["notes"][0]
 
 
+def test_processes_that_no_launcher_started_are_given_their_places(saved: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = ["--coordinator", address, "--processes", "2", "--process"]
+    with futures.ThreadPoolExecutor() as pool:
+        done = list(pool.map(run, [[*command(), saved, *place, rank] for rank in "01"]))
+    assert [process.returncode for process in done] == [exits.EXIT_OK] * 2, done[0].stderr
+    assert "\n  launcher   process 0 of 2, from --processes and --process\n" in done[0].stdout
+    assert "on 2 processes x 2 devices" in done[0].stdout
+    assert done[1].stdout == ""
+
+
+def test_a_shell_on_a_node_of_slurm_is_checked_alone_with_advice(saved: str) -> None:
+    done = run(["env", "SLURM_JOB_ID=12", *command(), saved])
+    assert done.returncode == exits.EXIT_OK, done.stderr
+    assert "\n  launcher   Slurm in part (SLURM_JOB_ID=12; not set: SLURM_STEP_NODELIST, " in done.stdout
+    assert "start it with srun" in done.stdout
+    assert "on 1 process x 2 devices" in done.stdout
+
+
 @needs_mpirun
 def test_under_mpirun_the_verdict_is_printed_once(saved: str) -> None:
     done = run([*mpirun(), "-n", "3", *command(), saved, "--mesh", "dp=3,tp=2"])
     assert done.returncode == exits.EXIT_OK, done.stderr
     assert done.stdout.count("verdict:") == 1
     assert done.stdout.startswith("check of ")  # libraries print to standard error
+    assert "\n  launcher   Open MPI (OMPI_MCA_orte_hnp_uri=" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"verdict: OK, {len(states.STATE)} leaves")
     assert "on 3 processes x 2 devices" in last

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, get_args
 
 import jax
@@ -17,7 +18,7 @@ import jax
 from orbax_ext import lab
 from orbax_ext import text as text_lib
 from orbax_ext.cli import arguments, exits, files
-from orbax_ext.cli.check import rehearsal, verdict
+from orbax_ext.cli.check import joining, rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
 from orbax_ext.options import Strategy
@@ -33,12 +34,15 @@ EPILOG = """examples:
   mpirun -n 4 orbax-ext check s3://bucket/run7 --step 1200
   orbax-ext check /ckpt/run7 --local 4x8          4 processes x 8 CPU devices on this machine
 
-Start it as you start your job: JAX finds the other processes by itself under Slurm, Open MPI and Kubernetes. Without
---mesh, the mesh is the one that the checkpoint was saved on if this job has as many devices, else one axis over all
-devices with a copy of everything on each. Leaves keep the sharding that they were saved with as far as it fits that
-mesh; --spec changes it. Process 0 prints the verdict.
+Start it as you start your job: JAX finds the other processes by itself under Slurm, Open MPI and Kubernetes. Where it
+does not, give each process --coordinator, --processes and --process. The verdict says which launcher was found.
 
-Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong.
+Without --mesh, the mesh is the one that the checkpoint was saved on if this job has as many devices, else one axis over
+all devices with a copy of everything on each. Leaves keep the sharding that they were saved with as far as it fits
+that mesh; --spec changes it. Process 0 prints the verdict.
+
+Exit code 0: the restore worked and all copies are exact; 1: it did not; 2: the arguments or the path are wrong, or the
+processes of the job do not find each other.
 """
 _LEAVE_LIMIT = 15.0  # seconds for the other processes to leave `jax.distributed` too
 _GRACE = 30.0  # seconds above the restore's own limit, whose error names the missing processes
@@ -53,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", metavar="PxD", help="start P processes with D CPU devices each on this machine")
     parser.add_argument("--timeout", type=float, default=600.0, help="limit in seconds for the whole restore (600)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    joining.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> bool:
@@ -69,11 +74,12 @@ def run(args: argparse.Namespace) -> bool:
         raise exits.UserError(str(error)) from None
     if args.timeout <= 0:
         raise exits.UserError(f"--timeout must be a positive number of seconds; found {args.timeout:g}")
+    place = joining.place_of(args)
     if args.local:
         result = _check_locally(request, args.local)
         _print(result, args.json)
         return result.ok
-    return _check_in_job(request, args.json)
+    return _check_in_job(request, place, args.json)
 
 
 def _check_locally(request: CheckRequest, size: str) -> CheckResult:
@@ -107,17 +113,27 @@ def result_of(path: str, outcomes: Sequence[lab.Outcome]) -> CheckResult:
     return result
 
 
-def _check_in_job(request: CheckRequest, as_json: bool) -> bool:
+def _check_in_job(request: CheckRequest, place: joining.Place | None, as_json: bool) -> bool:
     """Checks as one process of the job that a launcher started, or alone if there is no launcher."""
     stdout = _keep_stdout()
-    with _watchdog(request.path, as_json, stdout, request.timeout, "not all processes of the job came"):
-        alone = not _join(request.timeout)
+
+    def show(result: CheckResult, alone: bool) -> None:
+        if place_in_job()[0] == 0:
+            _print(dataclasses.replace(result, launcher=joining.describe(place, alone)), as_json, stdout)
+
+    def watchdog(alone: bool, limit: float, what: str) -> contextlib.AbstractContextManager[None]:
+        remedy = "see the logs of the others, and whether they reach process 0's host"
+        failed = CheckResult(request.path, {}, error=f"{what} within {limit:g} s: {remedy}")
+        return _watchdog(limit, lambda: show(failed, alone))
+
+    with watchdog(False, request.timeout, "not all processes of the job came"):
+        # JAX kills the process at its own limit, without a verdict, so that limit must be later than ours.
+        alone = not joining.join(place, int(request.timeout + _GRACE))
     if alone:
         _check_path(request)
-    with _watchdog(request.path, as_json, stdout, request.timeout + _GRACE, "it did not end"):
+    with watchdog(alone, request.timeout + _GRACE, "it did not end"):
         result = rehearsal.rehearse(request)
-    if place_in_job()[0] == 0:
-        _print(result, as_json, stdout)
+    show(dataclasses.replace(result, launcher_advice=joining.advice(place, alone)), alone)
     if not alone:
         _leave(exits.EXIT_OK if result.ok else exits.EXIT_BAD_VERDICT)
     return result.ok
@@ -131,28 +147,12 @@ def _keep_stdout() -> IO[str]:
     return stdout
 
 
-def _join(timeout: float) -> bool:
-    """Joins the other processes if a launcher started them with this one; returns whether it did."""
-    try:
-        # JAX kills the process at its own limit, without a verdict, so that limit must be later than ours.
-        jax.distributed.initialize(initialization_timeout=int(timeout + _GRACE))
-    except ValueError as error:
-        if "coordinator_address" in str(error):  # JAX found no launcher
-            return False
-        raise exits.UserError(f"JAX can't find the other processes of this job: {error}") from None
-    except RuntimeError as error:
-        raise exits.UserError(f"the processes of this job did not meet: {str(error).splitlines()[0]}") from None
-    return True
-
-
 @contextlib.contextmanager
-def _watchdog(path: str, as_json: bool, stdout: IO[str], limit: float, what: str) -> Iterator[None]:
-    """Prints a verdict and ends this process if the block takes longer than `limit`: it may hang in native code."""
+def _watchdog(limit: float, show: Callable[[], None]) -> Iterator[None]:
+    """Shows a verdict and ends this process if the block takes longer than `limit`: it may hang in native code."""
 
     def give_up() -> None:
-        if place_in_job()[0] == 0:
-            remedy = "see the logs of the others, and whether they reach process 0's host"
-            _print(CheckResult(path, {}, error=f"{what} within {limit:g} s: {remedy}"), as_json, stdout)
+        show()
         os._exit(exits.EXIT_BAD_VERDICT)
 
     timer = threading.Timer(limit, give_up)

@@ -77,6 +77,8 @@ class CheckResult:
 
     path: str
     processes: Mapping[int, ProcessResult]
+    launcher: str = ""  # who started the processes, and how they found each other
+    launcher_advice: tuple[str, ...] = ()
     mesh: str = ""
     mesh_from: str = ""  # where the mesh comes from: "--mesh", "the checkpoint"...
     axes: tuple[Axis, ...] = ()
@@ -132,7 +134,8 @@ def changes(result: CheckResult) -> list[str]:
         most_common = devices.most_common(1)[0][0]
         odd = [number for number, process in result.processes.items() if process.devices != most_common]
         advice.append(f"{result.named(odd)} should have {text_lib.count(most_common, 'device')} as the others do")
-    if len(result.processes) == 1:
+    advice += result.launcher_advice
+    if len(result.processes) == 1 and not result.launcher_advice:
         advice.append(
             "this was one process: run it under srun, mpirun or Kubernetes as your job is, or with --local 4x8"
         )
@@ -209,9 +212,9 @@ def data(result: CheckResult) -> dict[str, Any]:
 
 def _rows(result: CheckResult) -> list[tuple[str, str]]:
     processes = list(result.processes.values())
-    rows = []
+    rows = [("launcher", result.launcher)] if result.launcher else []
     if processes:
-        rows = [("processes", _where(processes)), *(("versions", row) for row in _version_rows(result))]
+        rows += [("processes", _where(processes)), *(("versions", row) for row in _version_rows(result))]
     if result.mesh:
         rows.append(("mesh", f"{result.mesh}, from {result.mesh_from}"))
         rows += [("", str(axis)) for axis in result.axes if axis.size > 1]

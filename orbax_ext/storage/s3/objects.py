@@ -14,6 +14,7 @@ from orbax_ext.storage.s3.errors import explained, is_missing_bucket
 from orbax_ext.storage.s3.paths import PathLike, directory_key, split
 from orbax_ext.storage.s3.settings import Settings
 from orbax_ext.storage.s3.usage import RequestCounter
+from orbax_ext.storage.stall import REQUEST_LIMIT
 
 WHOLE_FILE = 8 << 20  # a smaller file is read, and written, in one request
 _PAGE = 1000  # keys in the answer to a request to list
@@ -111,7 +112,9 @@ class ObjectStore:
         self._count_pages(len(sizes))
         if 0 not in sizes.values():
             return sizes
-        keys = [key.decode() for key in self._raw(path).list(_keys_from(directory_key(path))).result()]
+        keys = [
+            key.decode() for key in self._raw(path).list(_keys_from(directory_key(path))).result(timeout=REQUEST_LIMIT)
+        ]
         return {key: sizes.get(key, 0) for key in keys}
 
     def file(self, path: PathLike) -> tuple[int, int] | None:
@@ -171,14 +174,14 @@ class ObjectStore:
             client.delete(files)
         deletions = [self._raw(path).write(key, None) for key in keys if key.endswith("/")]
         for deletion in deletions:
-            deletion.result()
+            deletion.result(timeout=REQUEST_LIMIT)
 
     def delete_file(self, path: PathLike) -> None:
         self.delete(path, [split(path)[1]])
 
     def _raw(self, path: PathLike) -> Any:
         """Returns the bucket of a path in TensorStore."""
-        return ts.KvStore.open(self._kvstore(split(path)[0], "")).result()
+        return ts.KvStore.open(self._kvstore(split(path)[0], "")).result(timeout=REQUEST_LIMIT)
 
     def _count_pages(self, keys: int) -> None:
         self._counter.add(requests=max(1, -(-keys // _PAGE)))
