@@ -113,7 +113,7 @@ def result_of(path: str, outcomes: Sequence[lab.Outcome]) -> CheckResult:
     return result
 
 
-def _check_in_job(request: CheckRequest, place: joining.Place | None, as_json: bool) -> bool:
+def _check_in_job(request: CheckRequest, place: joining.GivenPlace | None, as_json: bool) -> bool:
     """Checks as one process of the job that a launcher started, or alone if there is no launcher."""
     stdout = _keep_stdout()
 

@@ -17,7 +17,7 @@ _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class GivenPlace:
     """The place of this process in its job, as the arguments give it."""
 
     coordinator: str
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process", type=int, metavar="RANK", help="the number of this process, from 0")
 
 
-def place_of(args: argparse.Namespace) -> Place | None:
+def place_of(args: argparse.Namespace) -> GivenPlace | None:
     """Returns the place that the arguments give; None if JAX is to find it. Raises `UserError` if they are wrong."""
     if args.coordinator is args.processes is args.process is None:
         return None
@@ -45,10 +45,10 @@ def place_of(args: argparse.Namespace) -> Place | None:
         raise exits.UserError(f"--coordinator is HOST:PORT, such as node0:1234; found {coordinator!r}")
     if not 0 <= args.process < args.processes:
         raise exits.UserError(f"--process is a number from 0 to --processes minus 1; found {args.process}")
-    return Place(coordinator, args.processes, args.process)
+    return GivenPlace(coordinator, args.processes, args.process)
 
 
-def join(place: Place | None, limit: int) -> bool:
+def join(place: GivenPlace | None, limit: int) -> bool:
     """Joins the other processes if a launcher started them with this one; returns whether it did.
 
     Raises `UserError` if there seem to be others and JAX can't join them: a verdict on one process would mislead.
@@ -82,13 +82,13 @@ def join(place: Place | None, limit: int) -> bool:
     return True
 
 
-def describe(place: Place | None, alone: bool) -> str:
+def describe(place: GivenPlace | None, alone: bool) -> str:
     """Returns which launcher was found and what it said, for the verdict."""
     found = launcher.find(os.environ)
     return launcher.alone(found) if alone else launcher.joined(found, *place_in_job(), by_hand=place is not None)
 
 
-def advice(place: Place | None, alone: bool) -> tuple[str, ...]:
+def advice(place: GivenPlace | None, alone: bool) -> tuple[str, ...]:
     """Returns what to change about how the processes were started."""
     found = launcher.find(os.environ)
     if alone:

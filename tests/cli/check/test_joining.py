@@ -36,9 +36,9 @@ def test_wrong_places_are_refused(words: list[str], message: str) -> None:
 def test_a_place_is_given_completely_or_left_to_jax() -> None:
     assert place_of([]) is None
     given = place_of(["--coordinator", "a:1", "--processes", "4", "--process", "3"])
-    assert given == joining.Place("a:1", 4, 3)
+    assert given == joining.GivenPlace("a:1", 4, 3)
     with mock.patch.dict(os.environ, {"JAX_COORDINATOR_ADDRESS": "b:2"}):
-        assert place_of(["--processes", "4", "--process", "0"]) == joining.Place("b:2", 4, 0)
+        assert place_of(["--processes", "4", "--process", "0"]) == joining.GivenPlace("b:2", 4, 0)
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
@@ -69,7 +69,7 @@ def test_errors_of_jax_become_one_line_with_a_remedy(error: Exception) -> None:
     assert "env -u KUBERNETES_SERVICE_HOST" in message
 
 
-def place_of(words: list[str]) -> joining.Place | None:
+def place_of(words: list[str]) -> joining.GivenPlace | None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local")
     joining.add_options(parser)
