@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -168,13 +169,23 @@ class ObjectStore:
 
     def delete(self, path: PathLike, keys: list[str]) -> None:
         """Deletes objects of the bucket of `path` in one request."""
-        client = self._client(path)
         if files := [key for key in keys if not key.endswith("/")]:
-            self._counter.add(requests=1)
-            client.delete(files)
+            self._delete_files(self._client(path), files)
         deletions = [self._raw(path).write(key, None) for key in keys if key.endswith("/")]
         for deletion in deletions:
             deletion.result(timeout=REQUEST_LIMIT)
+
+    def _delete_files(self, client: Any, keys: list[str]) -> None:
+        """Deletes objects, and repeats it after silence, which is harmless. obstore repeats no POST after silence."""
+        for attempt in range(self._settings().retries + 1):
+            self._counter.add(requests=1)
+            try:
+                client.delete(keys)
+                return
+            except Exception as error:
+                if attempt == self._settings().retries or "HTTP error" not in str(error):
+                    raise
+            time.sleep(min(0.1 * 2**attempt, 10.0))
 
     def delete_file(self, path: PathLike) -> None:
         self.delete(path, [split(path)[1]])

@@ -93,6 +93,14 @@ def test_an_error_while_saving_holds_no_secret(s3: str, proxy: FaultProxy, caplo
     assert s3_server.SESSION_TOKEN not in output
 
 
+def test_a_deletion_without_an_answer_is_repeated(s3: str, proxy: FaultProxy) -> None:
+    (epath.Path(s3) / "file").write_text("x")
+    proxy.faults.append(Fault("hold", r"POST .*\?delete", times=1))
+    epath.Path(s3).rmtree()
+    assert proxy.faults[0].hits == 1
+    assert not epath.Path(s3).exists()
+
+
 def test_a_missing_bucket_is_named(s3: str) -> None:
     del s3
     with pytest.raises(FileNotFoundError, match=r"s3://no-such-bucket.*create the bucket"):
