@@ -116,7 +116,7 @@ def _read(path: Path, step: int | None, item: str | None, limits: Limits) -> Sto
     with open_session(_SUBJECT, limits) as session:
         arrivals = session.arrive({"asked": [os.fspath(path), step, item]})
         _require_same(arrivals)
-        home = f"orbax_ext/session/{session.id}/once"  # removed with the session
+        home = f"{session.home}/once"  # removed with the session
         shared = SharedResults(coordination_client(), home, jax.process_index(), limits.stall)
         text, failure = "", {}
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
-import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import orbax_ext
-
-PACKAGE = pathlib.Path(orbax_ext.__file__).parent
+from tests.support.package_source import PACKAGE, modules, sources
 
 # Lowest first: a module imports from its own line and from lines above it.
 LAYERS = (
@@ -52,21 +49,6 @@ LIGHT = (
 PROTOCOL_MODULES = ("actions", "keys", "arrivals", "protocol", "leader", "follower", "wire")
 PROTOCOL = tuple(f"orbax_ext.meeting.{name}" for name in PROTOCOL_MODULES)
 MOST_FILES, MOST_LINES, MOST_METHODS = 16, 350, 20
-
-
-@functools.cache
-def sources() -> dict[str, str]:
-    """Returns the text of every module of the package."""
-    texts = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        texts[".".join(["orbax_ext", *parts]).removesuffix(".__init__")] = path.read_text()
-    return texts
-
-
-@functools.cache
-def modules() -> dict[str, ast.Module]:
-    return {module: ast.parse(text) for module, text in sources().items()}
 
 
 def room(module: str) -> str:

@@ -10,7 +10,7 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from tests.test_architecture import modules
+from tests.support.package_source import modules
 
 WAITING = {"result", "join", "wait", "acquire", "communicate", "recv", "get", "block_until_ready", "wait_at_barrier"}
 WAITING |= {"blocking_key_value_get", "check_call", "check_output", "shutdown", "urlopen", "wait_for"}

@@ -120,7 +120,7 @@ def register_late(path: str) -> list[str]:
     abstract = states.abstract_state(states.STATE, mesh)
     args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
     with ocp.CheckpointManager(path) as manager:
-        orbax_ext.register(replica_axis="dp")
+        orbax_ext.register(replica_axis="dp", strategy="spread")
         try:
             restored = manager.restore(0, args=args)
         finally:
@@ -130,7 +130,7 @@ def register_late(path: str) -> list[str]:
 
 
 def _restore(path: str, args: Any) -> list[str]:
-    with orbax_ext.registered(replica_axis="dp"), ocp.CheckpointManager(path) as manager:
+    with orbax_ext.registered(replica_axis="dp", strategy="spread"), ocp.CheckpointManager(path) as manager:
         restored = manager.restore(0, args=args)
     _assert_broadcast()
     return states.differences(restored, states.STATE, states.REPORTED_MESH.make())

@@ -12,7 +12,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
-from orbax_ext.meeting import session
+from orbax_ext.meeting import driver
 from orbax_ext.report import progress, recorder, timeline
 from orbax_ext.report.report import RestoreReport, publish
 from tests.support import fault_injection, states
@@ -127,7 +127,7 @@ def restore_with_clocks_apart(path: str, knobs: dict[str, Any]) -> str:
         def time() -> float:
             return time.time() + 1000.0 * (jax.process_index() - 1)
 
-    with mock.patch.object(session, "time", Clock), mock.patch.object(recorder, "time", Clock):
+    with mock.patch.object(driver, "time", Clock), mock.patch.object(recorder, "time", Clock):
         return restore(path, knobs)
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from orbax_ext.report.report import RestoreReport
 from tests.slurm import restoring
-from tests.slurm.conftest import ROOT, program
-from tests.support.slurm import Slurm
+from tests.support.slurm import ROOT, Slurm, program
 
 CHECK = (sys.executable, "-m", "orbax_ext", "check")
 LIMIT = 150.0  # seconds for a part of a job, on a busy machine

@@ -22,6 +22,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scont
 START_LIMIT = 60.0  # seconds
 COMMAND_LIMIT = 150.0  # seconds
 NODES = 4
+ROOT = pathlib.Path(__file__).parents[2]
 
 # The first process of a node waits for slurmd and for whatever its jobs leave behind.
 _NODE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && "$@"; exit'
@@ -206,3 +207,10 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def program(python: list[str], mode: str, path: str) -> list[str]:
+    """Returns the command of `tests/support/program.py`, which does not ask Slurm for its place by itself."""
+    # The port is not one that JAX would choose for a job of Slurm.
+    script = f'exec "$@" {ROOT}/tests/support/program.py n0:61399 $SLURM_NTASKS $SLURM_PROCID {mode} {path}'
+    return ["sh", "-c", script, "sh", *python]
