@@ -139,14 +139,7 @@ class Executor:
         return {leaf: hand_over(requests[leaf], blocks) for leaf, blocks in whole.items()}
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
-
-        @functools.wraps(function)
-        def call() -> T:
-            with jax.enable_x64(wide):
-                return function()
-
-        return await in_thread(call, limit=self._limit)
+        return await run_in_thread(function, self._limit)
 
     def _carriers(self, group: Group) -> list[Carrier]:
         replicas = self._replicas_of(group.mesh, group.axes)
@@ -157,6 +150,18 @@ class Executor:
         if key not in self._exchanges:
             self._exchanges[key] = exchange_among(self._replicas_of(*key).table)
         return self._exchanges[key]
+
+
+async def run_in_thread(function: Callable[[], T], limit: float) -> T:
+    """Calls a function that runs programs in a thread, for at most `limit` seconds."""
+    wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
+
+    @functools.wraps(function)
+    def call() -> T:
+        with jax.enable_x64(wide):
+            return function()
+
+    return await in_thread(call, limit=limit)
 
 
 def hand_over(request: LeafRequest, blocks: DeviceBlocks) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -10,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.holders import ABSENT, Columns, Relay, RelayGroup
 from orbax_ext.request import Request
 from orbax_ext.transfer import packing
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.transfer.carriers import is_local
 from orbax_ext.transfer.collectives import Exchange, RelayOp, exchange_among
-from orbax_ext.transfer.executor import hand_over
+from orbax_ext.transfer.executor import hand_over, run_in_thread
 from orbax_ext.transfer.reading import as_carried
 
 T = TypeVar("T")
@@ -111,14 +109,7 @@ class RelayExecutor:
         return exchange_among(tuple(map(tuple, self._devices(group))))
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
-
-        @functools.wraps(function)
-        def call() -> T:
-            with jax.enable_x64(wide):
-                return function()
-
-        return await in_thread(call, limit=self._limit)
+        return await run_in_thread(function, self._limit)
 
 
 def _block(request: Request, leaf: int) -> Block:
