@@ -32,7 +32,7 @@ def test_after_register_an_unchanged_trainer_restores_through_orbax_ext(
     for outcome in cluster.run(trainer_calls.run, checkpoint, name, "registered", under_mesh):
         assert outcome.differences == []
         assert set(outcome.strategies) == {"spread"}
-        assert outcome.served_by == "SingleReplicaArrayHandler.deserialize"
+        assert outcome.served_by == trainer_calls.TRAINERS[name].served_by
         assert outcome.handler == "ArrayHandler"
 
 
