@@ -30,7 +30,7 @@ from orbax_ext.request import Request, given_request
 from orbax_ext.transfer.local_blocks import LocalBlocks
 from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.memory import memory_limit
-from orbax_ext.transfer.verify import verify
+from orbax_ext.transfer.verify import Digests, verify
 from orbax_ext.upstream import emergency as upstream
 from orbax_ext.upstream.hooks import install
 
@@ -67,7 +67,8 @@ async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep)
     absent = [index for index in range(len(step.names)) if index not in arrays]
     if absent:
         infos = upstream.param_infos(persistent, [step.names[index] for index in absent])
-        restored = await handler.deserialize(infos, [step.args[index] for index in absent])
+        with collect.continuing():
+            restored = await handler.deserialize(infos, [step.args[index] for index in absent])
         arrays |= dict(zip(absent, restored, strict=True))
     return [arrays[index] for index in range(len(step.names))]
 
@@ -91,7 +92,7 @@ async def _restore_from_hosts(
         with open_session("restore", handler.limits, recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
-            blocks = LocalBlocks(handler, request, tables, stored)
+            blocks = LocalBlocks(handler, request, tables, stored, options.stall_timeout)
             looking = blocks.look(local, upstream.param_infos(local or _NOWHERE, step.names))
             described = {"step": step.step, "stored": persistent is not None}
             _, told = await session.together_telling("look at the local step", looking, lambda: described)
@@ -102,8 +103,8 @@ async def _restore_from_hosts(
             finally:
                 blocks.log_damaged(local)
             if options.verify and len(arrays) == len(step.names):
-                with recorder.span("verify"):
-                    await verify(session, request, [arrays[index] for index in range(len(arrays))])
+                with recorder.span("verify"), Digests(session, request) as found:
+                    await verify(session, request, [arrays[index] for index in range(len(arrays))], found)
             await collect.collect(session, recorder)
     return arrays, persistent or _NOWHERE
 

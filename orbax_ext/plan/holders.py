@@ -24,6 +24,7 @@ ABSENT = -1  # in `loaded`: a device that has loaded no block
 
 Loaded = tuple[int, ...]  # for each device of a table, row by row: the column of the block that it has loaded
 Chunk = tuple[int, ...]
+Schedule = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]  # moves from device to device, and senders of a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,9 @@ def plan_relays(
     """Decides how devices that lack blocks get them from those that have loaded them.
 
     `loaded` has the leaves that travel. Senders are chosen group by group, so that the bytes that each process sends
-    are as equal as possible. Groups take at most `group_bytes` on a device, except for a leaf that is larger.
+    are as equal as possible. Groups with the same senders follow each other: they share programs, which are compiled
+    while the groups before them travel. Groups take at most `group_bytes` on a device, except for a leaf that is
+    larger.
     """
     complete = [index for index in loaded if loaded[index] == tables[index].complete]
     alike: dict[tuple[int, tuple[str, ...], Loaded], list[int]] = defaultdict(list)
@@ -202,11 +205,13 @@ def plan_relays(
     groups: list[RelayGroup] = []
     sent: dict[int, int] = defaultdict(int)  # bytes, by process
     for (mesh, axes, pattern), indices in alike.items():
+        by_schedule: dict[Schedule, list[RelayGroup]] = defaultdict(list)
         for batch in _groups(leaves, indices, group_bytes):
             size = sum(leaves[index].block_bytes for part in batch for index in part)
             moves, senders = schedule(pattern, tables[indices[0]], size, sent)
             relays = tuple(_relay(part, leaves) for part in batch)
-            groups.append(RelayGroup(mesh, axes, pattern, moves, senders, relays, size))
+            by_schedule[moves, senders].append(RelayGroup(mesh, axes, pattern, moves, senders, relays, size))
+        groups += itertools.chain.from_iterable(by_schedule.values())
     return LocalPlan(tuple(complete), tuple(groups))
 
 
@@ -246,9 +251,7 @@ def _relay(part: tuple[int, ...], leaves: Sequence[Leaf]) -> Relay:
     return Relay(part, words)
 
 
-def schedule(
-    loaded: Loaded, columns: Columns, size: int, sent: dict[int, int]
-) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+def schedule(loaded: Loaded, columns: Columns, size: int, sent: dict[int, int]) -> Schedule:
     """Returns moves from device to device, and the senders of a sum that follows, if one is needed.
 
     Where enough devices have a block, each sends it to one that lacks it: one move takes as long as the block takes to

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from orbax_ext import lab
 from orbax_ext.storage.checkpoint import digest_files
 from tests.support import emergency, file_damage, states
-from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, Restored
+from tests.support.emergency import EVERY_DTYPE, ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, Restored
 
 EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 
@@ -24,8 +24,10 @@ EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Step 1 in both tiers, of a mesh with replicas of one host and of a mesh with replicas of two."""
-    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts")}
-    _save(roots["one host"], ONE_HOST)
+    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts", "every dtype")}
+    with lab.Cluster(processes=4, devices=2) as running:
+        running.run(emergency.save, roots["one host"], STATE, ONE_HOST)
+        running.run(emergency.save, roots["every dtype"], EVERY_DTYPE, ONE_HOST)
     _save(roots["two hosts"], TWO_HOSTS)
     # The same step once more, so that the hosts of the primary replica have it, too.
     _save(roots["two hosts"], SWAPPED_REPLICAS, persistent="other")
@@ -92,9 +94,19 @@ def test_ours_is_exact_after_the_loss_of(
     lose(root, *lost, *(["persistent"] if len(lost) < 3 else []))  # storage is needed only if no host has the step
     results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context)
     assert_exact(results)
-    if len(lost) < 3:
-        assert set(results[0].strategy) == set(STATE)
-        assert set(results[0].strategy.values()) == {"local: from the hosts that have it"}
+    assert set(results[0].strategy) == set(STATE)
+    sources = {how.partition(";")[0] for how in results[0].strategy.values()}
+    assert sources == {"local: from the hosts that have it" if len(lost) < 3 else "storage: no host has it"}
+
+
+@pytest.mark.parametrize("lost", [(), (2, 3)], ids=["moved", "summed"])
+def test_every_dtype_is_exact(
+    small_cluster: lab.Cluster, saved: dict[str, str], tmp_path: pathlib.Path, lost: tuple[int, ...]
+) -> None:
+    root = str(tmp_path / "root")
+    shutil.copytree(saved["every dtype"], root)
+    lose(root, *lost, "persistent")
+    assert_exact(small_cluster.run(emergency.restore, root, EVERY_DTYPE, ONE_HOST))
 
 
 @pytest.mark.parametrize("context", ["none", "set_mesh"])
@@ -188,12 +200,15 @@ def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, dama
     ]
 
 
-def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Cluster, root: str) -> None:
-    state = f"{root}/host1/1/state"
+def write_wrong_digest(state: str, leaf: str) -> None:
     records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
     assert set(records) == set(STATE)
-    records["weights"]["digest"] = "0" * 16
+    records[leaf]["digest"] = "0" * 16
     digest_files.write(state, records)
+
+
+def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Cluster, root: str) -> None:
+    write_wrong_digest(f"{root}/host1/1/state", "weights")
     lose(root, "persistent")
     results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
     assert_exact(results)
@@ -206,6 +221,16 @@ def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluste
     for host in (1, 2, 3):
         file_damage.truncate(f"{root}/host{host}/1")
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def test_one_report_is_about_hosts_and_storage(small_cluster: lab.Cluster, root: str) -> None:
+    for host in (1, 2, 3):
+        write_wrong_digest(f"{root}/host{host}/1/state", "layer_0")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    strategy = dict(results[0].strategy)
+    assert strategy.pop("layer_0").startswith("storage: no host has it; ")
+    assert dict(strategy) == {name: "local: from the hosts that have it" for name in STATE if name != "layer_0"}
 
 
 def test_without_hosts_and_storage_all_processes_raise_the_same(small_cluster: lab.Cluster, root: str) -> None:

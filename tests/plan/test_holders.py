@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import hypothesis
@@ -95,6 +96,8 @@ def test_senders_of_many_leaves_send_as_much_as_each_other() -> None:
     sent = [sum(one.sent for one in relay_traffic(plan.groups, columns_of(12, columns), leaves, p)) for p in range(4)]
     assert sent == [0, *[leaves[0].block_bytes * 12 * 2 // 3] * 3]
     assert max(group.device_bytes for group in plan.groups) <= 4 << 20
+    schedules = [group.moves for group in plan.groups]
+    assert [moves for moves, _ in itertools.groupby(schedules)] == list(dict.fromkeys(schedules))  # compiled once
 
 
 def columns_of(count: int, columns: Columns) -> dict[int, Columns]:

@@ -1,0 +1,256 @@
+"""Blocks that were read ahead into host memory, and the restore that takes them from there.
+
+A restore that is called inside `Taking` looks here before it reads. What is not here, it reads as always; so what is
+here makes a restore shorter and changes nothing else about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import type_handlers
+
+from orbax_ext import mesh as mesh_lib
+from orbax_ext.plan import Leaf, RestorePlan
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.request import LeafRequest, Request
+from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.boxes import HostBlocks, ReadItem, fetched_bytes
+from orbax_ext.transfer.executor import Executor
+
+_BATCH_BYTES = 64 << 20  # of leaves that are read directly: so many are read at a time
+
+Held = Mapping[int, HostBlocks]  # by index in the plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedShare:
+    """What this process reads of a restore: planned in the same way as the restore itself will plan it."""
+
+    handler: type_handlers.ArrayHandler
+    request: Request
+    plan: RestorePlan
+
+
+@dataclasses.dataclass
+class Unit:
+    """What is read together and taken together: this process's share of a group, or some leaves."""
+
+    items: tuple[ReadItem, ...]
+    bytes: int
+    blocks: concurrent.futures.Future[Held] = dataclasses.field(default_factory=concurrent.futures.Future)
+
+
+class HeldBlocks:
+    """What is held for one restore: the first groups of its plan, then leaves that are read directly.
+
+    One event loop fills it, another one takes from it.
+    """
+
+    def __init__(
+        self, share: PlannedShare | None, units: Sequence[Unit], compile_programs: Callable[[], None] = lambda: None
+    ) -> None:
+        """`units`: first one for each group of the plan, then others. None and no units: nothing is held."""
+        self._share = share
+        self.compile_programs = compile_programs  # of the exchanges; runs none
+        self._units = list(units)
+        self._group_count = 0 if share is None else len(share.plan.groups)
+        self._lock = threading.RLock()  # `drop` may be called wherever Python collects garbage
+        self._begun = 0  # units whose reading has begun
+        self._open = True  # whether more may begin
+
+    @property
+    def share(self) -> PlannedShare:
+        assert self._share is not None
+        return self._share
+
+    @property
+    def bytes(self) -> int:
+        """All bytes that may be held."""
+        return sum(unit.bytes for unit in self._units)
+
+    @property
+    def groups(self) -> int:
+        """How many groups, from the first on, are held or being read."""
+        return min(self._begun, self._group_count)
+
+    def others(self, groups: Iterable[int]) -> list[int]:
+        """Returns those of these groups that the restore itself reads from storage."""
+        return [group for group in groups if group >= self.groups]
+
+    def begin(self, room: int) -> Unit | None:
+        """Returns the next unit to read, if it fits into `room` bytes and nobody has begun to take."""
+        with self._lock:
+            if not self._open or self._begun == len(self._units) or self._units[self._begun].bytes > room:
+                return None
+            unit = self._units[self._begun]
+            unit.blocks.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+            self._begun += 1
+            return unit
+
+    def freeze(self) -> None:
+        """Lets no further unit begin."""
+        with self._lock:
+            self._open = False
+
+    def drop(self) -> None:
+        """Forgets all blocks."""
+        self.freeze()
+        self._units, self._begun = [], 0
+
+    def is_for(self, request: Request, plan: RestorePlan) -> bool:
+        """Returns whether a restore asks for exactly this."""
+        share = self.share
+        same = request.meshes == share.request.meshes and _places(request) == _places(share.request)
+        return same and plan == share.plan
+
+    async def take_group(self, number: int) -> Held:
+        """Returns this process's share of a group, as far as it is held, and forgets it."""
+        return await self._take(number) if number < self.groups else {}
+
+    async def take_direct(self, leaves: Sequence[int]) -> dict[int, HostBlocks]:
+        """Returns those of these leaves that are held, and forgets them."""
+        taken: dict[int, HostBlocks] = {}
+        for number in range(self._group_count, self._begun):
+            taken.update(await self._take(number))
+        return {leaf: taken[leaf] for leaf in leaves if leaf in taken}
+
+    async def _take(self, number: int) -> Held:
+        unit = self._units[number]
+        try:
+            return await asyncio.wrap_future(unit.blocks)
+        except (Exception, concurrent.futures.CancelledError):
+            return {}  # the restore reads it, and raises the error
+        finally:
+            unit.blocks = _nothing()
+
+
+def place_for(share: PlannedShare, limit: float) -> HeldBlocks:
+    """Returns a place for a share. `limit`: seconds for a program, of which this runs none."""
+    executor = Executor(share.handler, share.request, share.plan.leaves, limit)
+    groups = [_unit(executor.reads(group)) for group in share.plan.groups]
+    units = [*groups, *map(_unit, _batches(_direct_items(share)))]
+    return HeldBlocks(share, units, functools.partial(executor.compile_now, share.plan.groups))
+
+
+def _unit(items: Sequence[ReadItem]) -> Unit:
+    """Returns the unit of those items that can be read just as they are stored. All others are left to the restore."""
+    # A pack's leaves are copied into its vector when they are taken: the vector belongs to the exchange.
+    alone = [dataclasses.replace(item, buffers=None) for item in items]
+    sizes = [fetched_bytes(item) for item in alone]
+    return Unit(tuple(item for item, size in zip(alone, sizes, strict=True) if size), sum(sizes))
+
+
+def _nothing() -> concurrent.futures.Future[Held]:
+    future: concurrent.futures.Future[Held] = concurrent.futures.Future()
+    future.set_result({})
+    return future
+
+
+def _places(request: Request) -> list[tuple[str, object, object]]:
+    return [(os.fspath(leaf.info.parent_dir), leaf.info.name, leaf.sharding) for leaf in request.leaf_requests]
+
+
+def _direct_items(share: PlannedShare) -> Iterator[ReadItem]:
+    """Yields the leaves that are read directly and need no conversion by Orbax: each with what this process holds."""
+    for index in share.plan.direct:
+        request = share.request.leaf_requests[index]
+        leaf, sharding = request.leaf, request.sharding
+        if leaf.mesh is not None:
+            block = Block(leaf.block, jnp.dtype(leaf.dtype))
+            yield ReadItem(index, request, leaf, mesh_lib.replica_sharding(sharding, sharding.mesh), block)
+        elif isinstance(sharding, SingleDeviceSharding) and (whole := _on_one_device(request)) is not None:
+            yield ReadItem(index, *whole)
+
+
+def _on_one_device(request: LeafRequest) -> tuple[LeafRequest, Leaf, SingleDeviceSharding, Block] | None:
+    """Returns the rest of the item of a leaf on one device; None if it has to be read by Orbax."""
+    arg, leaf = request.arg, request.leaf
+    known = getattr(arg, "global_shape", None) is not None and getattr(arg, "dtype", None) is not None
+    if not known or not request.is_plain or not request.sharding.addressable_devices:
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(arg.dtype)
+    here = SingleDeviceSharding(next(iter(request.sharding.device_set)))
+    return request, dataclasses.replace(leaf, itemsize=dtype.itemsize), here, Block(leaf.shape, dtype)
+
+
+def _batches(items: Iterator[ReadItem]) -> Iterator[list[ReadItem]]:
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += fetched_bytes(item)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class Taking:
+    """A restore that takes what is held. Use it in a `with` block around the restore, in the thread that restores."""
+
+    def __init__(self, held: Sequence[HeldBlocks] = (), timeout: float | None = None) -> None:
+        """`timeout`: seconds that the restore may take, if that is less than its handler's own limit."""
+        self.held = held
+        self.timeout = timeout
+        self.taken = 0  # restores that have found blocks
+        self.recorder: Recorder | None = None  # of the restore, once it has begun
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
+        self._cancelled = False
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        token = _taking.set(self)
+        try:
+            yield
+        finally:
+            _taking.reset(token)
+
+    def claim(self, request: Request, plan: RestorePlan) -> HeldBlocks:
+        """Returns what is held for a restore, which may be nothing. Nothing more is read ahead for it."""
+        found = next((held for held in self.held if held.is_for(request, plan)), None)
+        if found is None:
+            return HeldBlocks(None, ())
+        found.freeze()
+        self.taken += 1
+        return found
+
+    def cancel(self) -> None:
+        """Ends the restore in another thread, if it has begun; otherwise lets it not begin."""
+        self._cancelled = True
+        if self._running is not None:
+            loop, task = self._running
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets `cancel` end the coroutine of a `with` block."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running = (asyncio.get_running_loop(), task)
+        try:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            yield
+        finally:
+            self._running = None
+
+
+_taking: contextvars.ContextVar[Taking | None] = contextvars.ContextVar("orbax_ext_taking", default=None)
+
+
+def taking() -> Taking:
+    """Returns what the restore under way may take; nothing if it was not called inside `Taking.scope`."""
+    return _taking.get() or Taking()
