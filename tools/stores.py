@@ -46,6 +46,7 @@ KINDS = {  # by what is searched in the names of tests
     "names with odd characters": r"odd_",
     "5,000 small objects": r"five_thousand",
     "larger than a part of an upload": r"larger_than_a_part|large_file_is_written|between_buckets",
+    "credentials of profiles, containers, instances, web identities": r"with_the_credentials|web_identity",
     "wrong credentials": r"wrong_credentials",
     "expired credentials, access denied": r"expired|denied|holds_no_secret",
     "throttling": r"503|429|throttled",

@@ -1,4 +1,4 @@
-"""A limit for connections on which nothing arrives.
+"""A limit for connections on which nothing arrives, or next to nothing.
 
 TensorStore waits for ever for a silent server unless these variables are set (google/tensorstore#291). They hold for
 the whole process, and TensorStore reads them once, when it first connects.
@@ -11,15 +11,18 @@ import os
 _LONGEST_CONNECT = 30  # seconds
 
 
-def limit_silence(seconds: float) -> dict[str, str]:
-    """Lets TensorStore give up connections that are silent for so long, and retry; returns the variables it set.
+STALL_RATE = 4096  # bytes per second; a healthy connection that is one of hundreds still brings more
 
-    Variables that are set already are left alone.
+
+def limit_silence(seconds: float, rate: int = STALL_RATE) -> dict[str, str]:
+    """Lets TensorStore give up connections that bring fewer bytes per second for so long, and retry.
+
+    Returns the variables that it set. Those that are set already are left alone.
     """
     whole = max(1, round(seconds))
     variables = {
         "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(whole),
-        "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+        "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": str(rate),
         "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(min(whole, _LONGEST_CONNECT)),
     }
     missing = {name: value for name, value in variables.items() if name not in os.environ}
@@ -27,7 +30,12 @@ def limit_silence(seconds: float) -> dict[str, str]:
     return missing
 
 
-def limit_silence_on_gcs(path: str | os.PathLike[str], stall_timeout: float) -> None:
-    """Does it for a restore from gs://, so that reads are retried several times before the restore's own limit."""
-    if os.fspath(path).startswith("gs://"):
-        limit_silence(stall_timeout / 5)
+def limit_silence_in(path: str | os.PathLike[str], seconds: float | None, rate: int, stall_timeout: float) -> None:
+    """Does it for a restore, by its knobs.
+
+    Without `seconds` it is a fifth of the restore's own limit from gs://, so that reads are retried several times
+    before that. An S3 store has settings of its own.
+    """
+    scheme = os.fspath(path).partition("://")[0]
+    if scheme == "gs" or (scheme == "s3" and seconds is not None):
+        limit_silence(stall_timeout / 5 if seconds is None else seconds, rate)

@@ -27,4 +27,5 @@ async def while_storage_answers(work: Coroutine[Any, Any, T], stall: float) -> T
                 raise TimeoutError(f"storage has not answered for {stall:g} s (stall_timeout)")
         return task.result()
     finally:
-        task.cancel()
+        if not task.get_loop().is_closed():  # Orbax may close it under a restore
+            task.cancel()

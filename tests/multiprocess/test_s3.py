@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def test_four_new_processes_restore_what_four_others_saved(job: lab.Cluster, sav
     results = job.run(restore, saved)
     assert states.all_differences([differences for differences, _ in results]) == []
     assert [report["array_bytes"] > 0 for _, report in results] == [True, False, False, False]  # one replica reads
+
+
+def test_arrays_are_read_by_their_specs(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    del saved, proxy
+    assert states.all_differences(job.run(write_and_read_arrays)) == []
 
 
 def test_check_rehearses_a_checkpoint_on_s3(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
@@ -88,7 +94,7 @@ def test_all_raise_the_read_error_of_one_without_a_secret(
     job: lab.Cluster, saved: str, proxy: FaultProxy, fault: Fault, remedy: str
 ) -> None:
     proxy.faults.append(Fault(fault.kind, fault.match))
-    outcomes = job.outcomes(restore, saved)
+    outcomes = job.outcomes(restore, saved, strict_readers=True, late_seconds=math.inf)
     assert [outcome.failure.type if outcome.failure else "" for outcome in outcomes] == ["RestoreFailedError"] * 4
     messages = {outcome.failure.message for outcome in outcomes if outcome.failure}
     assert len(messages) == 1
@@ -174,7 +180,27 @@ def make_manager(path: str, share_metadata: bool = True) -> None:
     _manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True))
 
 
-def restore_again() -> tuple[list[str], dict[str, int]]:
+def write_and_read_arrays() -> list[str]:
+    """Reads arrays that process 0 has written with TensorStore alone."""
+    import os
+
+    import jax
+    import tensorstore as ts
+
+    import orbax_ext
+
+    mesh = MESH.make()
+    store = {"driver": "s3", "bucket": "multi", "endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_region": "us-east-1"}
+    specs = {name: {"driver": "zarr3", "kvstore": {**store, "path": f"plain/{name}/"}} for name in STATE}
+    if jax.process_index() == 0:
+        for name, data in states.host_data(STATE).items():
+            array = ts.open(specs[name], create=True, dtype=ts.dtype(data.dtype), shape=data.shape).result()
+            array.write(data).result()
+    orbax_ext.barrier("written", timeout=60)
+    return states.differences(orbax_ext.read_arrays(specs, states.shardings(STATE, mesh)), STATE, mesh)
+
+
+def restore_again(**knobs: Any) -> tuple[list[str], dict[str, int]]:
     """Restores with the manager that `make_manager` has made."""
     import jax
     import orbax.checkpoint as ocp
@@ -183,7 +209,7 @@ def restore_again() -> tuple[list[str], dict[str, int]]:
 
     mesh = MESH.make()
     abstract = states.abstract_state(STATE, mesh)
-    with orbax_ext.registered(replica_axis="dp", strategy="single"):
+    with orbax_ext.registered(replica_axis="dp", strategy="single", **knobs):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
     report = orbax_ext.last_report()
@@ -205,9 +231,9 @@ def restore_by_shardings() -> list[str]:
     return states.differences(restored, STATE, mesh)
 
 
-def restore(path: str) -> tuple[list[str], dict[str, int]]:
+def restore(path: str, **knobs: Any) -> tuple[list[str], dict[str, int]]:
     make_manager(path)
-    return restore_again()
+    return restore_again(**knobs)
 
 
 def latest_step(path: str) -> int | None:

@@ -19,12 +19,24 @@ def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limit_is_set_unless_the_user_has_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIME, "7")
-    assert connections.limit_silence(60) == {VARIABLES[1]: "1", VARIABLES[2]: "30"}
+    assert connections.limit_silence(60) == {VARIABLES[1]: "4096", VARIABLES[2]: "30"}
     assert os.environ[TIME] == "7"
     assert connections.limit_silence(60) == {}
 
 
-@pytest.mark.parametrize(("path", "seconds"), [("gs://bucket/run", "60"), ("/data/run", None), ("s3://bucket/x", None)])
-def test_a_restore_from_gcs_limits_silence_to_a_part_of_its_own_limit(path: str, seconds: str | None) -> None:
-    connections.limit_silence_on_gcs(path, 300.0)
+@pytest.mark.parametrize(
+    ("path", "given", "seconds"),
+    [
+        ("gs://bucket/run", None, "60"),
+        ("gs://bucket/run", 7.0, "7"),
+        ("/data/run", 7.0, None),
+        ("s3://bucket/x", None, None),  # as `enable_s3` says
+        ("s3://bucket/x", 7.0, "7"),
+    ],
+)
+def test_a_restore_limits_silence_to_a_part_of_its_own_limit(
+    path: str, given: float | None, seconds: str | None
+) -> None:
+    connections.limit_silence_in(path, given, 1000, 300.0)
     assert os.environ.get(TIME) == seconds
+    assert os.environ.get(VARIABLES[1]) == (None if seconds is None else "1000")

@@ -35,3 +35,14 @@ def test_requests_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         return "done"
 
     assert asyncio.run(stall.while_storage_answers(work(), 0.1)) == "done"
+
+
+def test_a_wait_whose_loop_was_closed_ends_without_an_error() -> None:
+    """Orbax closes its loop under a restore when another handler fails; the coroutine is destroyed some time later."""
+    loop = asyncio.new_event_loop()
+    waiting = stall.while_storage_answers(never(), 60)
+    task = loop.create_task(waiting)
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    waiting.close()
+    assert not task.cancelled()

@@ -23,10 +23,8 @@ Answer = tuple[int, list[tuple[str, str]], bytes]
 def missing() -> str | None:
     """Returns why the emulator can't run here, or None if it can."""
     if not _PROGRAM.exists():
-        return f"{_PROGRAM} is missing; `make test-stores` puts it there"
-    return (
-        None if importlib.util.find_spec("gcsfs") else "gs:// paths of etils need gcsfs; `make test-stores` installs it"
-    )
+        return f"{_PROGRAM} is missing; the extra `stores` has it"
+    return None if importlib.util.find_spec("gcsfs") else "gs:// paths of etils need gcsfs, of the extra `stores`"
 
 
 def environment(url: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+from orbax_ext.storage.connections import STALL_RATE
 from orbax_ext.storage.s3.errors import explain
 from orbax_ext.storage.s3.objects import ObjectStore
 from orbax_ext.storage.s3.paths import is_s3
@@ -52,6 +53,7 @@ def enable_s3(
     addressing: Addressing = "auto",
     retries: int = 8,
     stall_seconds: int = 60,
+    stall_rate: int = STALL_RATE,
     share_metadata: bool = True,
 ) -> None:
     """Makes Orbax take paths that begin with s3://. Another call with other settings replaces them.
@@ -68,11 +70,14 @@ def enable_s3(
       addressing: "path" (endpoint/bucket/key), "virtual" (bucket.endpoint/key; CoreWeave requires it), or "auto":
         the profile's s3.addressing_style if it has one, otherwise virtual on AWS and path elsewhere.
       retries: How often a request is repeated after 429, 5xx, a reset or a short answer, with growing pauses.
-      stall_seconds: A connection on which nothing arrives for this long counts as broken, and is retried.
+      stall_seconds: A connection that brings less than `stall_rate` for this long counts as broken, and is retried.
+      stall_rate: Bytes per second that a connection brings at least.
       share_metadata: During a restore, one process lists each directory and reads each metadata file, and passes the
         result to the others over JAX's coordination service. Give the same value on all processes.
     """
-    settings = Settings(endpoint, region, profile, anonymous, addressing, retries, stall_seconds, share_metadata)
+    settings = Settings(
+        endpoint, region, profile, anonymous, addressing, retries, stall_seconds, stall_rate, share_metadata
+    )
     global _store
     with _lock:
         if _store is None or _store.given != settings:

@@ -10,6 +10,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from orbax_ext.storage.connections import STALL_RATE
+
 Addressing = Literal["auto", "path", "virtual"]
 _DEFAULT_REGION = "us-east-1"  # stores without regions expect it
 
@@ -25,6 +27,7 @@ class Settings:
     addressing: Addressing = "auto"
     retries: int = 8
     stall_seconds: int = 60
+    stall_rate: int = STALL_RATE
     share_metadata: bool = True
 
     def __post_init__(self) -> None:
@@ -32,7 +35,7 @@ class Settings:
             raise ValueError(f"addressing is one of {', '.join(get_args(Addressing))}; got {self.addressing!r}.")
         if self.endpoint is not None:
             _check_endpoint(self.endpoint)
-        for name in ("retries", "stall_seconds"):
+        for name in ("retries", "stall_seconds", "stall_rate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
@@ -82,8 +85,9 @@ def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:
         spec["aws_region"] = settings.region
     if settings.anonymous:
         spec["aws_credentials"] = {"type": "anonymous"}
-    elif settings.profile is not None:
-        spec["aws_credentials"] = {"type": "default", "profile": settings.profile}
+    else:
+        # TensorStore reads no profile that is not named, not even the default one.
+        spec["aws_credentials"] = {"type": "default", "profile": settings.profile or "default"}
     spec["s3_request_retries"] = {"max_retries": settings.retries, "initial_delay": "200ms", "max_delay": "10s"}
     return spec
 

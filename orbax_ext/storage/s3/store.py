@@ -82,7 +82,7 @@ class S3Store:
                 del os.environ[name]
 
     def _kvstore(self, bucket: str, path: str) -> dict[str, Any]:
-        self._environ.update(limit_silence(self.settings.stall_seconds))
+        self._environ.update(limit_silence(self.settings.stall_seconds, self.settings.stall_rate))
         return settings_lib.kvstore(self.settings, bucket, path)
 
 

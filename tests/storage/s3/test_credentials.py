@@ -20,7 +20,7 @@ from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import client, credentials
 from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError
 from orbax_ext.storage.s3.settings import Settings
-from tests.support import s3_server
+from tests.support import s3_checkpoints, s3_server, s3_stores
 
 KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
 ANSWER = {
@@ -79,6 +79,11 @@ NEEDS_TOKENS = pytest.mark.skipif(
 )
 
 
+# boto3 is beside moto, in an environment of its own: all other tests show that nothing needs it.
+BOTO3 = next(iter(s3_stores.ROOT.glob(".venv/s3server/lib/python*/site-packages/boto3")), None)
+NEEDS_BOTO3 = pytest.mark.skipif(BOTO3 is None, reason=".venv/s3server has no boto3; `make test` puts it there")
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[str]:
     with serving(Service) as url:
@@ -95,6 +100,15 @@ def in_the_default_profile(home: pathlib.Path, service: str) -> dict[str, str]:
     del service
     (home / "config").write_text(f"[default]\n{KEYS}")
     return {"AWS_CONFIG_FILE": str(home / "config")}
+
+
+def of_a_process_that_boto3_starts(home: pathlib.Path, service: str) -> dict[str, str]:
+    del service
+    names = ("Version", "AccessKeyId", "SecretAccessKey")
+    keys = dict(zip(names, (1, s3_server.ACCESS_KEY, s3_server.SECRET_KEY), strict=True))
+    (home / "keys").write_text(json.dumps(keys))
+    (home / "config").write_text(f"[profile lab]\ncredential_process = cat {home / 'keys'}\n")
+    return {"AWS_CONFIG_FILE": str(home / "config"), "AWS_PROFILE": "lab"}
 
 
 def in_the_environment_before_a_profile(home: pathlib.Path, service: str) -> dict[str, str]:
@@ -125,11 +139,12 @@ def of_an_instance(home: pathlib.Path, service: str) -> dict[str, str]:
     "place",
     [
         *(in_a_profile, in_the_default_profile, in_the_environment_before_a_profile),
+        pytest.param(of_a_process_that_boto3_starts, marks=NEEDS_BOTO3),
         *(pytest.param(place, marks=NEEDS_TOKENS) for place in (of_a_container, of_an_instance)),
     ],
     ids=lambda place: place.__name__.replace("_", " "),
 )
-def test_credentials_are_found(
+def test_files_and_arrays_are_stored_with_the_credentials(
     place: Callable[[pathlib.Path, str], dict[str, str]],
     service: str,
     s3: str,
@@ -139,8 +154,8 @@ def test_credentials_are_found(
     without_keys(monkeypatch)
     for name, value in place(tmp_path, service).items():
         monkeypatch.setenv(name, value)
-    (epath.Path(s3) / "file").write_text("content")
-    assert (epath.Path(s3) / "file").read_text() == "content"
+    with importable_boto3() if place is of_a_process_that_boto3_starts else contextlib.nullcontext():
+        store_and_load(s3)
 
 
 @NEEDS_TOKENS
@@ -241,6 +256,25 @@ def certificate(folder: pathlib.Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "service.pem", folder / "service.key")
     return context
+
+
+def store_and_load(path: str) -> None:
+    """Stores files by the client for metadata and arrays by TensorStore, and reads them again."""
+    s3_checkpoints.save(path, 1)
+    s3_checkpoints.check(s3_checkpoints.restore(path))
+
+
+@contextlib.contextmanager
+def importable_boto3() -> Iterator[None]:
+    assert BOTO3 is not None
+    sys.path.append(str(BOTO3.parent))
+    try:
+        yield
+        assert "boto3" in sys.modules
+    finally:
+        sys.path.remove(str(BOTO3.parent))
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("boto3", "botocore")]:
+            del sys.modules[name]
 
 
 def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,101 @@
+"""Requests to an object store that are under way at a time, counted by a store whose answers take a while."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorstore as ts
+from etils import epath
+from orbax.checkpoint import type_handlers
+
+from orbax_ext.upstream.array_handler import array_context
+from orbax_ext.upstream.stored_arrays import with_request_concurrency
+
+
+class Store(http.server.ThreadingHTTPServer):
+    """Answers every request for an object with one byte, after a while."""
+
+    request_queue_size = 200
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.lock = threading.Lock()
+        self.under_way = self.most = 0
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    server: Store
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.under_way += 1
+            self.server.most = max(self.server.most, self.server.under_way)
+        time.sleep(0.2)
+        with self.server.lock:
+            self.server.under_way -= 1
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(b"x")
+
+    def log_message(self, *args: Any) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store() as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def info(path: str, context: ts.Context | None = None) -> type_handlers.ParamInfo:
+    return type_handlers.ParamInfo(
+        name="leaf", parent_dir=epath.Path(path), ts_context=context or array_context(True), is_ocdbt_checkpoint=True
+    )
+
+
+def most_at_a_time(store: Store, monkeypatch: pytest.MonkeyPatch, limit: int | None, count: int) -> int:
+    for name, value in {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "something"}.items():
+        monkeypatch.setenv(name, value)
+    (raised,) = with_request_concurrency([info("gs://bucket/checkpoint")], limit)
+    spec = {
+        "driver": "s3",
+        "bucket": "bucket",
+        "endpoint": f"http://127.0.0.1:{store.server_port}",
+        "aws_region": "us-east-1",
+    }
+    objects = ts.KvStore.open(spec, context=raised.ts_context).result()
+    reads = [objects.read(f"object{number}") for number in range(count)]
+    assert [read.result().value for read in reads] == [b"x"] * count
+    return store.most
+
+
+def test_more_requests_than_tensorstore_allows_are_under_way(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 32 < most_at_a_time(store, monkeypatch, None, 200) <= 128
+
+
+def test_no_more_requests_are_under_way_than_were_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_at_a_time(store, monkeypatch, 4, 24) == 4
+
+
+def test_what_the_user_has_set_for_tensorstore_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ts.Context({"gcs_request_concurrency": {"limit": 7}}, parent=array_context(True))
+    monkeypatch.setenv("TENSORSTORE_S3_REQUEST_CONCURRENCY", "9")
+    (kept,) = with_request_concurrency([info("gs://bucket/checkpoint", given)], None)
+    assert kept.ts_context["gcs_request_concurrency"].to_json() == {"limit": 7}
+    assert "s3_request_concurrency" not in kept.ts_context.spec.to_json()
+
+
+def test_files_are_read_in_the_context_of_orbax() -> None:
+    local = info("/checkpoint")
+    assert with_request_concurrency([local], 4) == [local]
