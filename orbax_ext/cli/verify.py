@@ -13,7 +13,7 @@ from etils import epath
 from orbax_ext import text as text_lib
 from orbax_ext.cli import arguments, exits, files
 from orbax_ext.storage import checkpoint, s3
-from orbax_ext.storage.checkpoint import digest_files
+from orbax_ext.storage.checkpoint import digest_files, digests
 
 DESCRIPTION = (
     "Reads every array of a checkpoint and compares its digest with the one stored beside the checkpoint. With "
@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> bool:
     return not any(result["bad"] for result in results)
 
 
-def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def _digests(item: epath.Path, version: int = digests.CURRENT) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yields the name and digest of every array, or the reason why it can't be read; shows progress on a terminal."""
     show = sys.stderr.isatty()
     try:
-        for number, (name, digest) in enumerate(digest_files.compute(item), 1):
+        for number, (name, digest) in enumerate(digest_files.compute(item, version), 1):
             if show:
                 print(f"\r{text_lib.count(number, 'array')} read", end="", file=sys.stderr, flush=True)
             yield name, digest
@@ -59,32 +59,33 @@ def _digests(item: epath.Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
 
 
 def _write(item: epath.Path) -> dict[str, Any]:
-    digests = dict(_digests(item))
-    bad = {name: f"can't be read: {digest}" for name, digest in digests.items() if isinstance(digest, str)}
-    good = {name: digest for name, digest in digests.items() if not isinstance(digest, str)}
+    found = dict(_digests(item))
+    bad = {name: f"can't be read: {digest}" for name, digest in found.items() if isinstance(digest, str)}
+    good = {name: digest for name, digest in found.items() if not isinstance(digest, str)}
     written = None if bad else str(digest_files.write(item, good))
-    return {"item": str(item), "arrays": len(digests), "written": written, "bad": bad}
+    return {"item": str(item), "arrays": len(found), "written": written, "bad": bad}
 
 
 def _compare(item: epath.Path) -> dict[str, Any]:
-    path = digest_files.path_for(item)
+    path = digest_files.existing_path(item)
     try:
         stored = digest_files.load(item)
     except (ValueError, KeyError) as error:
         raise exits.UserError(f"{path} can't be understood: {error}") from None
     if stored is None:
-        reason = "belongs to another checkpoint of the same name" if path.exists() else "does not exist"
+        reason = "belongs to another checkpoint of the same name" if path else "does not exist"
+        path = path or digest_files.path_for(item)
         raise exits.UserError(f"nothing to compare {item} with: {path} {reason}; `orbax-ext verify --write` makes it")
-    digests = dict(_digests(item))
-    bad = {name: "is missing" for name in stored if name not in digests}
-    for name, digest in digests.items():
+    found, expected = dict(_digests(item, stored.version)), stored.leaves
+    bad = {name: "is missing" for name in expected if name not in found}
+    for name, digest in found.items():
         if isinstance(digest, str):
             bad[name] = f"can't be read: {digest}"
-        elif name not in stored:
+        elif name not in expected:
             bad[name] = "did not exist when the digests were written"
-        elif digest != stored[name]:
-            bad[name] = f"is {_digest_text(digest)}, not {_digest_text(stored[name])}"
-    return {"item": str(item), "arrays": len(digests), "written": None, "bad": bad}
+        elif digest != expected[name]:
+            bad[name] = f"is {_digest_text(digest)}, not {_digest_text(expected[name])}"
+    return {"item": str(item), "arrays": len(found), "written": None, "bad": bad}
 
 
 def _digest_text(digest: Mapping[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -13,6 +16,8 @@ import pytest
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.cli import main
+from orbax_ext.storage.checkpoint import digest_files
+from orbax_ext.transfer.verify import Digests
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
@@ -39,6 +44,25 @@ def kept(team: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_exact_restore_passes(team: lab.Cluster, kept: str, strategy: str) -> None:
     knobs = {**KNOBS, "strategy": strategy}
     assert states.all_differences(team.run(states.restore, kept, STATE, MESH, knobs=knobs)) == []
+
+
+def test_digests_of_the_first_version_are_compared_too(team: lab.Cluster, kept: str, tmp_path: pathlib.Path) -> None:
+    path = str(shutil.copytree(kept, tmp_path / "checkpoint"))
+    (written,) = pathlib.Path(path).glob(".*digests_2.json")
+    written.unlink()
+    item = pathlib.Path(path) / "0" / "default"
+    old = {name: record for name, record in digest_files.compute(item, 1) if isinstance(record, dict)}
+    content = {"checkpoint": digest_files.identity(item), "leaves": old}
+    file = written.with_name(".0.default.orbax_ext_digests.json")
+    file.write_text(json.dumps(content))
+    assert main.main(["verify", path]) == 0
+    assert states.all_differences(team.run(states.restore, path, STATE, MESH, knobs=KNOBS)) == []
+    old["tied"]["digest"] = "0" * 16
+    file.write_text(json.dumps(content))
+    assert main.main(["verify", path]) == 1
+    for outcome in team.outcomes(states.restore, path, STATE, MESH, knobs=KNOBS):
+        assert "leaf 'tied', box [:, :]: digest" in str(outcome)
+        assert f"is not {'0' * 16}, stored beside the checkpoint" in str(outcome)
 
 
 def test_digests_beside_a_checkpoint_are_not_a_step(kept: str) -> None:
@@ -81,6 +105,13 @@ def test_replicas_that_all_differ_from_the_stored_digests_are_found(team: lab.Cl
         assert "stored beside the checkpoint" in str(outcome)
 
 
+def test_leaves_are_hashed_as_they_arrive(team: lab.Cluster, kept: str) -> None:
+    """All but those of the last group have been given to be hashed when the restore's last meeting begins."""
+    for given in team.run(given_before_the_end, kept):
+        assert len(given) > 1
+        assert sorted(leaf for leaves in given for leaf in leaves) == sorted(STATE)
+
+
 def test_a_replica_that_differs_passes_without_verify(team: lab.Cluster, kept: str) -> None:
     assert all(outcome.ok for outcome in team.outcomes(restore_and_damage, kept, "tied", [2], verify=False))
 
@@ -101,7 +132,7 @@ def test_the_command_distinguishes_good_damaged_and_unknown(
     assert "verify --write" in capsys.readouterr().err
     assert main.main(["verify", "--write", path]) == 0
     added = [file for file in pathlib.Path(path).rglob("*") if file not in before]
-    assert [file.name for file in added] == [".0.default.orbax_ext_digests.json"]
+    assert [file.name for file in added] == [".0.default.orbax_ext_digests_2.json"]
     assert main.main(["verify", path, "--step", "0", "--json"]) == 0
     capsys.readouterr()
     added[0].write_text(added[0].read_text().replace('"digest": "', '"digest": "0', 1))
@@ -122,6 +153,21 @@ def restore_and_damage(
 ) -> None:
     with fault_injection.damaging(leaf, ranks):
         assert states.restore(path, specs, mesh, knobs={**KNOBS, "verify": verify}) == []
+
+
+def given_before_the_end(path: str) -> list[list[str]]:
+    """Restores in small groups; returns the leaves that were given to be hashed, by call, before `verify` began."""
+    given: list[list[str]] = []
+    begin = Digests.begin
+
+    def noting(digests: Digests, arrays: Mapping[int, Any]) -> None:
+        given.append([digests._leaves[index].name for index in arrays])
+        begin(digests, arrays)
+
+    with mock.patch.object(Digests, "begin", noting):
+        knobs = {**KNOBS, "strategy": "spread", "broadcast_memory_limit_bytes": 1 << 20}
+        assert states.restore(path, STATE, MESH, knobs=knobs) == []
+    return given[:-1]
 
 
 def restore_cast(path: str) -> list[str]:

@@ -153,6 +153,8 @@ def _steps(folder: Folder) -> tuple[SavedStep, ...]:
 def _step_folder(folder: Folder, step: int) -> Folder:
     numbers = {name: number for name in folder.folders if (number := step_number(name)) is not None}
     names = [name for name, number in numbers.items() if number == step]
+    if not names and (has_arrays(folder) or _is_step(folder)):
+        raise NotACheckpointError(f"{os.fspath(folder.path)} is a step or an item itself: it has no step {step} in it")
     if not names:
         others = ", ".join(sorted(numbers, key=lambda name: numbers[name])) or "none"
         raise NotACheckpointError(f"{os.fspath(folder.path)} has no step {step}; it has {others}")
