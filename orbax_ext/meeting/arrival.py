@@ -5,6 +5,7 @@ A process that fails before this meeting reports its failure here, so that the o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import Counter
@@ -33,11 +34,12 @@ async def failing_together(options: Options) -> AsyncIterator[None]:
 
     An error that is the same on all of them is raised unchanged, for example as the `ValueError` that it is.
     """
+    loop = asyncio.get_running_loop()
     try:
         yield
     except Exception as error:
-        if jax.process_count() == 1 or options.strategy == "direct":
-            raise
+        if jax.process_count() == 1 or options.strategy == "direct" or loop.is_closed():
+            raise  # in a closed loop it is an error of cleaning up, perhaps in the middle of a later restore
         with open_session("restore", Limits(options.stall_timeout, options.timeout)) as session:
             try:
                 arrivals = await in_thread(session.arrive, {"failure": failure_to_json(error)})

@@ -49,7 +49,7 @@ class SessionKeys:
         self.handed_in_count = f"{self.home}/handed_in_count"
 
     def meeting(self, number: int) -> str:
-        """Everything about one meeting: `contribution` and `outcome`."""
+        """Everything about one meeting: `contribution`, `outcome` and `asked`."""
         return f"{self.home}/meeting/{number}"
 
     def contribution(self, number: int, process: int) -> str:
@@ -57,6 +57,10 @@ class SessionKeys:
 
     def outcome(self, number: int) -> str:
         return f"{self.meeting(number)}/out"
+
+    def asked(self, number: int) -> str:
+        """Asks those who are late to come to a meeting as they are."""
+        return f"{self.meeting(number)}/asked"
 
     def report(self, process: int) -> str:
         return f"{self.reports}/{process}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
@@ -21,16 +22,20 @@ from orbax_ext.meeting.protocol import (
     MAX_NAMES,
     ONLY_WAITED,
     RESTORE_ERRORS,
+    TOOK,
     Contributions,
     Member,
     Patience,
     take,
     waiting_for,
 )
+from orbax_ext.meeting.terms import Word
 from orbax_ext.meeting.wire import Contribution
 
 PAUSES = (0.002, 0.25)  # seconds: first and longest pause between two looks at the contributions
 _PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
+_LATE = 1.5  # times what the others needed, after they have come, is a process late
+_SILENT = 5  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
 _LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
 
 
@@ -53,6 +58,8 @@ class Leader(Member):
         super().__init__(*args)
         self.heard: dict[int, Heard] = {}
         self._published, self._beats = self.now, 0  # when the status was published last, and how often by `beat`
+        self._came = (0, 0, self.now)  # the next meeting, how many have come to it, and since when
+        self._asked = 0  # the latest meeting to which process 0 has asked those who were late
         self._working: tuple[int, Patience] | None = None  # while process 0 works: the next meeting, and its patience
         self.longest_pause = min(PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self.place.processes))
 
@@ -183,6 +190,7 @@ class Leader(Member):
             if not missing:
                 self.last = _last({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
                 return {process: _without_stamp(own) for process, own in found.items()}
+            yield from self._ask_late(found)
             before = found.keys()
             failed = wire.failures_from_json(found, self.hosts, self.phase)
             stall = min(self.limits.stall, self.look_every * _LOOKS) if failed else self.limits.stall
@@ -212,13 +220,15 @@ class Leader(Member):
         late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
         return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
 
-    def report(self, done: Callable[[], int]) -> Generator[Action, Moment, bool]:
+    def report(self, done: Callable[[], int], may_ask: bool = False) -> Generator[Action, Moment, Word]:
         """Publishes how far all are: the others may already be waiting, and the status lets them go on.
 
         Decides the meeting if no process advances, so that a process that is stuck at work ends too.
         """
-        session = self.in_session()
+        session, reported = self.in_session(), self._reported
         yield from super().report(done)
+        if self._reported == reported:  # between two reports
+            return (yield from self._asks_itself()) if may_ask else Word.NONE
         yield from self._listen()
         brought = yield from self.call(Read(session.meeting(self.next), self.most))
         found = contributions(brought)
@@ -231,8 +241,43 @@ class Leader(Member):
         if "out" not in brought and missing and patience.expired(self.limits.stall):
             error = self.timeout(missing, {process: news.told(self.now) for process, news in self.heard.items()})
             yield from self.decide(session.outcome(self.next), {ERROR: wire.restore_error_to_json(error)})
+            return Word.FAILED
+        if ERROR in (brought.get("out") or {}):
+            return Word.FAILED
+        return Word.ASKED if may_ask and (yield from self._ask_late(found)) else Word.NONE
+
+    def _asks_itself(self) -> Generator[Action, Moment, Word]:
+        if self.now - self._began <= self.limits.patience:
+            return Word.NONE
+        found = contributions((yield from self.call(Read(self.in_session().meeting(self.next), self.most))))
+        return Word.ASKED if (yield from self._ask_late(found)) else Word.NONE
+
+    def _ask_late(self, found: Mapping[int, Contribution]) -> Generator[Action, Moment, bool]:
+        """Asks those who are late to come to the next meeting without their work; returns whether they are asked.
+
+        Those are late who need much longer than the others did, or who read nothing while the others had nothing to do.
+        """
+        if self._came[:2] != (self.next, len(found)):
+            self._came = (self.next, len(found), self.now)
+        if self._asked == self.next:
             return True
-        return ERROR in (brought.get("out") or {})
+        missing = missing_from(found, self.place.processes)
+        waited = self.now - self._came[2]
+        if not missing or len(missing) > len(found) or any(TOOK not in own for own in found.values()):
+            return False
+        needed = [own[TOOK] for own in found.values() if own[TOOK]]
+        usual = _LATE * statistics.median(needed) if needed else _SILENT * self.limits.patience
+        # Not so long that the restore fails before anybody is asked.
+        if waited <= max(self.limits.patience, min(usual, self.limits.stall / 2)):
+            return False
+        if not needed:
+            yield from self._listen()
+            quiet = min(self.now - self.heard[process].at if process in self.heard else waited for process in missing)
+            if quiet <= _SILENT * self.limits.patience:
+                return False
+        self._asked = self.next
+        yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES]}, once=True))
+        return True
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:
         """Waits a few seconds for the texts of all processes and returns them."""
@@ -279,4 +324,4 @@ def _last(came: Mapping[int, float], before: Collection[int]) -> int:
 
 
 def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in payload.items() if key != CAME}
+    return {key: value for key, value in payload.items() if key not in (CAME, TOOK)}

@@ -17,7 +17,6 @@ docs/internals/meetings.md describes the keys; `meeting/leader.py` has what proc
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, TypeAlias
@@ -27,6 +26,7 @@ from orbax_ext.meeting.actions import Action, Count, Delete, Get, Moment, Put, R
 from orbax_ext.meeting.arrivals import CAME, Arrivals
 from orbax_ext.meeting.board import MAX_VALUE
 from orbax_ext.meeting.keys import SessionKeys, SubjectKeys
+from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.wire import Contribution, failure_to_json, restore_error_from_json, restore_error_to_json
 
 LEADER = 0
@@ -38,32 +38,14 @@ HAND_IN_LIMIT = 5.0  # seconds that process 0 waits for reports, which a restore
 LOG_EVERY = 30.0  # seconds
 MAX_NAMES = 16  # processes that a message names
 ERROR = "restore_error"  # in a reply or an outcome: the error that all processes raise
+TOOK = "took"  # in a contribution: the seconds that its work took; all have it if late ones are not waited for
 ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
 RESTORE_ERRORS = (errors.RestoreFailedError, errors.RestoreTimeoutError)  # those that all processes raise
 _MOMENT = 1.0  # seconds: a call that takes longer shows that this process or the service stood still
 _MESSAGE = 0.1  # seconds that a message of process 0 usually takes at most
 
+
 Contributions: TypeAlias = Generator[Action, Moment, dict[int, Contribution]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How long to wait: `stall` seconds without progress of any process, `total` seconds in all."""
-
-    stall: float = 300.0
-    total: float | None = None
-
-    def __str__(self) -> str:
-        return f"stall_timeout={self.stall:g}" + ("" if self.total is None else f", timeout={self.total:g}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Who a process is: its index, the number of processes, and its host."""
-
-    process: int
-    processes: int
-    host: str
 
 
 class Patience:
@@ -129,7 +111,10 @@ class Member:
         self.unanswered = False  # the service has stopped answering this process
         self._arriving = False
         self._left = False
-        self._looked = now
+        self._looked = self._began = now
+        self._reported = -math.inf
+        self._working_on: tuple[int, str] | None = None
+        self.report_every = max(1.0, place.processes / 200)  # seconds
 
     def call(self, action: Action) -> Steps:
         """Yields an action; returns the answer."""
@@ -252,18 +237,26 @@ class Member:
         if (yield from self.call(Count(session.gone))) == self.place.processes:
             yield from self.call(Delete(session.home))
 
-    def report(self, done: Callable[[], int]) -> Generator[Action, Moment, bool]:
+    def report(self, done: Callable[[], int], may_ask: bool = False) -> Generator[Action, Moment, Word]:
         """Publishes how far this process is. Called regularly while it works.
 
-        Returns whether the next meeting has failed already: then nobody waits for the work any more.
+        Returns what there is to know about the next meeting. With `may_ask` that may be that this process is late.
         """
         session = self.in_session()
         yield from self.wake()
-        yield from self.call(Put(session.report(self.place.process), {"phase": self.phase, "done": done()}))
-        if self.now - self._looked <= self.look_every:
-            return False
-        self._looked = self.now
-        return ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {})
+        if self._working_on != (self.next, self.phase):
+            self._working_on, self._began = (self.next, self.phase), self.now
+        if self.now - self._reported >= 0.9 * self.report_every:  # ticks are not quite even
+            self._reported = self.now
+            yield from self.call(Put(session.report(self.place.process), {"phase": self.phase, "done": done()}))
+        if self.now - self._looked > self.look_every:
+            self._looked = self.now
+            if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):
+                return Word.FAILED
+        if may_ask and self.now - self._began > self.limits.patience:  # most work ends before the others might ask
+            asked = yield from self.call(Get(session.asked(self.next)))
+            return Word.NONE if asked is None else Word.ASKED
+        return Word.NONE
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:
         """Sends a text to process 0."""

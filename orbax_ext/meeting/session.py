@@ -16,6 +16,7 @@ import math
 import socket
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,11 +37,11 @@ from orbax_ext.meeting.protocol import (
     LEADER,
     LEAVE_LIMIT,
     ONLY_WAITED,
-    Place,
     clock_offset,
     service_is_silent,
 )
-from orbax_ext.meeting.protocol import Limits as Limits
+from orbax_ext.meeting.terms import Limits as Limits
+from orbax_ext.meeting.terms import Place, Word
 from orbax_ext.meeting.threads import GivenUpError, StopTicking, Ticker, in_thread, watched
 from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
 from orbax_ext.redact import redact
@@ -51,6 +52,7 @@ Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds
 
 _sessions = itertools.count()  # of this process
 _hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not arrive at a later one
+_under_way: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
 
 
 class Session:
@@ -84,15 +86,20 @@ class Session:
         self._waited = waited
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None  # that works
+        self._on_asked: Callable[[], None] | None = None
         self._stopped = False  # the task was cancelled by this session
         self.worked = 0  # bytes done that `done` does not count
 
     def __enter__(self) -> Self:
+        with contextlib.suppress(RuntimeError):  # no event loop runs
+            self._loop = asyncio.get_running_loop()
+        _under_way.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        _under_way.discard(self)
         self.leave(error)
 
     def arrive(self, mine: Contribution) -> dict[int, Contribution]:
@@ -117,14 +124,22 @@ class Session:
         return (await self.together_telling(phase, work, dict))[0]
 
     async def together_telling(
-        self, phase: str, work: Awaitable[T], contribution: Callable[[], Contribution]
+        self,
+        phase: str,
+        work: Awaitable[T],
+        contribution: Callable[[], Contribution],
+        asked: Callable[[], None] | None = None,
     ) -> tuple[T, dict[int, Contribution]]:
         """Does the same as `together`, and also returns what `contribution` returned after the work on each process.
+
+        `asked` is called on a process for which the others do not want to wait any longer; it may be called several
+        times. The work may go on.
 
         An interrupt is not caught: the process leaves the session, and that ends the meeting for the others. Work that
         nobody waits for any more, because the meeting has failed, is cancelled.
         """
-        self._member.phase = phase
+        self._member.phase, self._on_asked = phase, asked
+        before = self._loop
         self._loop, self._task, self._stopped = asyncio.get_running_loop(), asyncio.current_task(), False
         mine: Contribution = {}
         try:
@@ -138,8 +153,9 @@ class Session:
         except Exception as error:
             mine = failure_to_json(error)
         finally:
-            self._task = None
+            self._task = self._on_asked = None
         outcomes = await in_thread(self.meet, phase, mine)
+        self._loop = before  # a session that was opened without a loop outlives this one
         failed = failures_from_json(outcomes, self.hosts, phase)
         if failed:
             raise errors.restore_failed(failed)
@@ -177,7 +193,9 @@ class Session:
 
     def reporting(self) -> Ticker:
         """Publishes the progress of this process as long as a `with` block lasts."""
-        return Ticker(self._tick, every=max(1.0, self._member.place.processes / 200))
+        # A process that may be asked to come looks more often, so that the others do not wait for its next look.
+        every = self._member.report_every
+        return Ticker(self._tick, every=every if self._on_asked is None else every / 4)
 
     async def barrier(self, name: str) -> None:
         """Waits at Orbax's barrier on the coordination service. All processes enter it shortly after a meeting."""
@@ -218,18 +236,27 @@ class Session:
     def _drive(self, steps: Steps) -> Any:
         """Runs a machine of the protocol; raises `RestoreTimeoutError` if the service stops answering."""
         self._board.answered = time.monotonic()
+
+        def deadline() -> float:
+            if _abandoned(self):
+                self.leave(_interrupted())
+                return 0.0
+            return self._board.answered + self._member.silence_limit
+
         try:
-            return watched(lambda: run(steps, self._board), lambda: self._board.answered + self._member.silence_limit)
+            return watched(lambda: run(steps, self._board), deadline)
         except GivenUpError:
             raise service_is_silent(self._member, time.monotonic()) from None
 
     def _tick(self) -> None:
-        if self._loop is not None and self._loop.is_closed():
-            # From Orbax 0.12.0 on, a KeyboardInterrupt closes the event loop without an error in what ran there.
-            self.leave(InterruptedError("the restore was interrupted"))
+        if _abandoned(self):
+            self.leave(_interrupted())
             raise StopTicking
-        failed = run(self._member.report(lambda: self._done() + self.worked), self._board)
-        if failed and self._loop is not None:
+        asked = self._on_asked
+        word = run(self._member.report(lambda: self._done() + self.worked, asked is not None), self._board)
+        if word is Word.ASKED and asked is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(asked)
+        if word is Word.FAILED and self._loop is not None:
 
             def stop_work() -> None:
                 if self._task is not None:
@@ -249,6 +276,18 @@ class Session:
                 self._waited(phase or self.phase, time.monotonic() - came, self._member.last)
 
 
+def _abandoned(session: Session) -> bool:
+    """Returns whether the session's event loop was closed without an error in what ran there.
+
+    Orbax does so from 0.12.0 on at a KeyboardInterrupt, and when its handler of other leaves fails while ours restores.
+    """
+    return session._loop is not None and session._loop.is_closed()
+
+
+def _interrupted() -> InterruptedError:
+    return InterruptedError("the restore was interrupted")
+
+
 def _new_nonce() -> str:
     """Returns a text that no other session has, and that is greater than those of earlier sessions of this process."""
     return f"{next(_sessions):08d}-{uuid.uuid4().hex}"
@@ -257,7 +296,10 @@ def _new_nonce() -> str:
 def open_session(
     subject: str, limits: Limits, done: Callable[[], int] = lambda: 0, waited: Waited | None = None
 ) -> Session:
-    """Returns a session of all processes of this job."""
+    """Returns a session of all processes of this job. Leaves those that were abandoned: nobody else may wait there."""
+    for session in [session for session in _under_way if _abandoned(session)]:
+        _under_way.discard(session)
+        session.leave(_interrupted())
     client = runtime.coordination_client() if jax.process_count() > 1 else LocalClient()
     return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
 

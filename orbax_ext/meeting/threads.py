@@ -19,7 +19,7 @@ from absl import logging
 T = TypeVar("T")
 
 JOIN_LIMIT = 5.0  # seconds that the end of a `with` block waits for a ticker; a stuck service is not waited for
-_SHORT, _LONG = 0.5, 60.0  # seconds: bounds of one wait, because the deadline may move
+_LOOK_EVERY = 0.2  # seconds between two looks at a deadline, which may move
 
 
 class StopTicking(Exception):  # noqa: N818, like StopIteration
@@ -71,7 +71,7 @@ def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
     _start(call, "watched call")
     while True:
         try:
-            succeeded, value = outcome.get(timeout=min(max(_SHORT, deadline() - time.monotonic()), _LONG))
+            succeeded, value = outcome.get(timeout=_LOOK_EVERY)
         except queue.Empty:
             if time.monotonic() > deadline():
                 raise GivenUpError from None

@@ -60,13 +60,23 @@ def _most_common(key: str, contributions: Mapping[int, Contribution]) -> Any:
 def failure_to_json(error: BaseException) -> dict[str, str]:
     """Returns an error of this process for the others: without secrets, and cut to size."""
     interrupted = isinstance(error, (asyncio.CancelledError, GeneratorExit))  # which have no message of their own
-    message = f"{type(error).__name__}: {'the restore was interrupted' if interrupted else error}"
+    said = _specific(error)
+    message = f"{type(said).__name__}: {'the restore was interrupted' if interrupted else said}"
     trace = "".join(traceback.format_exception(error))
     return {
         "error": sendable(redact(message))[:MAX_ERROR],
         "traceback": sendable(redact(trace))[-_MAX_TRACEBACK:],
         "kind": errors.builtin_kind(error),
     }
+
+
+def _specific(error: BaseException) -> BaseException:
+    """Returns the error to name: not a bare `Exception`, but the error that it was raised from.
+
+    Orbax raises one from TensorStore's error when a read fails. Its message is a page about the array; TensorStore's
+    is one line with the leaf, the file and the reason.
+    """
+    return error.__cause__ if type(error) is Exception and isinstance(error.__cause__, Exception) else error
 
 
 def failures_from_json(

@@ -211,3 +211,24 @@ def test_a_process_that_failed_before_the_meeting_ends_it_for_all() -> None:
     assert absent == 0
     assert isinstance(failed, errors.RestoreFailedError)
     assert failed.failures[1].error == "OSError: no metadata here"
+
+
+def test_a_failure_in_a_closed_loop_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a coroutine is destroyed some time later: a report would reach another restore."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(arrival, "open_session", lambda *args: pytest.fail("it opens a session"))
+
+    async def restore() -> None:
+        async with arrival.failing_together(Options()):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise RuntimeError("Event loop is closed")
+
+    loop, restoring = asyncio.new_event_loop(), restore()
+    task = loop.create_task(restoring)
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    with pytest.raises(RuntimeError, match="Event loop is closed"):
+        restoring.close()
+    assert not task.done()

@@ -75,6 +75,22 @@ def test_a_failure_of_a_derived_type_keeps_its_built_in_type() -> None:
     assert isinstance(errors.restore_failed(failures), KeyError)
 
 
+def test_a_failure_names_what_a_bare_exception_was_raised_from() -> None:
+    cause = OSError('Error reading "bias/0" at local file "/checkpoint/"')
+    for error, named in {
+        Exception("a page about an array"): f"OSError: {cause}",
+        RuntimeError("more specific"): "RuntimeError: more specific",
+    }.items():
+        error.__cause__ = cause
+        contribution = wire.failure_to_json(error)
+        assert contribution["error"] == named
+        assert contribution["kind"] == type(error).__name__  # as without orbax_ext
+        assert str(error) in contribution["traceback"]
+    error = Exception("reading was cancelled")
+    error.__cause__ = asyncio.CancelledError()
+    assert wire.failure_to_json(error)["error"] == "Exception: reading was cancelled"
+
+
 def test_a_long_failure_fits_into_a_contribution() -> None:
     try:
         raise OSError('"\n' * 100_000 + "the end")

@@ -124,6 +124,19 @@ MUTATIONS = (
         "self.next = max(1, number)",
         seed=1,
     ),
+    # Shares that others read in place of a late process.
+    Mutation(
+        "late processes are not asked",
+        "leader",
+        'yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES]}, once=True))',
+        "yield from ()",
+    ),
+    Mutation(
+        "a process that is asked does not look",
+        "protocol",
+        "asked = yield from self.call(Get(session.asked(self.next)))",
+        "asked = None",
+    ),
     Mutation(
         "the status of process 0 stays",
         "leader",

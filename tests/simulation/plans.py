@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 
@@ -23,7 +24,13 @@ KINDS = (
     "late",  # comes after the others have given up
     "absent",  # announces that it will not come to this restore
 )
-HARMLESS = ("slow", "slow calls")  # faults that no process may notice
+# Faults of a process's share of what is read, which others can read in its place where late ones are not waited for.
+SHARES = (
+    "late share",  # works longer than the limit and advances; comes to the meeting when it is asked to
+    "stalled share",  # would work for hours and does not advance; comes when it is asked to
+    "failed share",  # comes at once without its work
+)
+HARMLESS = ("slow", "slow calls", *SHARES)  # faults that no process may notice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +58,13 @@ class Plan:
     stall: float
     total: float | None
     faults: tuple[Fault, ...]
+    late: float = math.inf  # seconds that the others wait for a late process
 
     def __str__(self) -> str:
         faults = "".join(f"\n    {fault}" for fault in self.faults) or " none"
         return (
             f"seed {self.seed}: {self.processes} processes, {self.restores} restores of {self.meetings} meetings, "
-            f"stall {self.stall:g}, total {self.total}; faults:{faults}"
+            f"stall {self.stall:g}, total {self.total}, late {self.late:g}; faults:{faults}"
         )
 
     def faults_of(self, process: int, restore: int) -> dict[str, Fault]:
@@ -75,7 +83,20 @@ def random_plan(seed: int) -> Plan:
     faults = tuple(
         _random_fault(choice, processes, restores, meetings, stall) for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
     )
-    return Plan(seed, processes, restores, meetings, stall, total, faults)
+    late, more = _random_shares(seed, processes, restores, meetings)
+    return Plan(seed, processes, restores, meetings, stall, total, (*faults, *more), late)
+
+
+def _random_shares(seed: int, processes: int, restores: int, meetings: int) -> tuple[float, tuple[Fault, ...]]:
+    """Returns how long late processes are waited for, and faults of shares; none of most seeds."""
+    choice = random.Random(f"shares {seed}")
+    if not meetings or choice.random() < 0.6:
+        return math.inf, ()
+    faults = tuple(
+        Fault(choice.choice(SHARES), choice.randrange(processes), choice.randrange(restores), number, 0.0)
+        for number in [choice.randint(1, meetings)] * choice.choice([0, 1, 1, 2])
+    )
+    return choice.choice([0.1, 0.3]), faults
 
 
 def _random_fault(choice: random.Random, processes: int, restores: int, meetings: int, stall: float) -> Fault:
@@ -98,5 +119,8 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         yield dataclasses.replace(plan, restores=plan.restores - 1)
     if plan.meetings:
         yield dataclasses.replace(plan, meetings=plan.meetings - 1)
+    if not math.isinf(plan.late):
+        shares = tuple(fault for fault in plan.faults if fault.kind not in SHARES)
+        yield dataclasses.replace(plan, late=math.inf, faults=shares)
     if plan.total is not None:
         yield dataclasses.replace(plan, total=None)

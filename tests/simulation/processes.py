@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
@@ -17,7 +18,8 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, Limits, Place, service_is_silent
+from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent
+from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
 from tests.simulation.plans import Fault, Plan
 from tests.simulation.world import Host, Task, World
@@ -129,7 +131,7 @@ class Process:
         nonce = f"{self._sessions:08d}-{self._number}-{self._world.random.randrange(10**9)}"
         place = Place(self._number, self._plan.processes, f"host{self._number}")
         role = Leader if self._number == LEADER else Follower
-        limits = Limits(self._plan.stall, self._plan.total)
+        limits = Limits(self._plan.stall, self._plan.total, self._plan.late)
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
         if isinstance(member, Leader):
             member.longest_pause = 0.25  # fewer events
@@ -163,7 +165,11 @@ class Process:
             raise OtherTreeError(str(sorted((process, own["tree"]) for process, own in arrivals.items())))
         for number in range(1, self._plan.meetings + 1):
             mine = {"number": number, "session": member.id, "by": self._number}
-            yield from self._work(member, {kind: f for kind, f in faults.items() if f.meeting == number})
+            now = {kind: f for kind, f in faults.items() if f.meeting == number}
+            began = self._world.now
+            mine["late"] = "failed share" in now or (yield from self._work(member, now))
+            if not math.isinf(self._plan.late):
+                mine[TOOK] = 0.0 if mine["late"] else self._world.now - began
             if "error" in faults and faults["error"].meeting == number:
                 mine |= wire.failure_to_json(OSError("disk gone"))
             found = yield from self._wait(member, member.meet(f"work {number}", mine))
@@ -172,33 +178,39 @@ class Process:
                 raise errors.restore_failed(failed)
 
     def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
+        """Works for a while; returns whether this process is asked to come without its work, and can."""
         seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
         if "slow" in faults or "stuck" in faults:
             seconds = (3 if "slow" in faults else 1000) * self._plan.stall
-        advances = "stuck" not in faults
+        elif "late share" in faults or "stalled share" in faults:
+            seconds = (3 if "late share" in faults else 1000) * self._plan.stall
+        advances = "stuck" not in faults and "stalled share" not in faults
+        alone = {"slow", "stuck"} & set(faults) and not {"late share", "stalled share"} & set(faults)
+        may_ask = not math.isinf(self._plan.late) and not alone
         ticker: Task | None = None
-        failed = False
+        word = Word.NONE
 
         def reported(result: Any) -> None:
-            nonlocal failed
-            failed = result is True
+            nonlocal word
+            word = result if isinstance(result, Word) else Word.NONE
 
         end = self._world.now + seconds
         while self._world.now < end:
-            yield self._sleep(min(1.0, end - self._world.now))
+            yield self._sleep(min(0.25 if may_ask else 1.0, end - self._world.now))
             if advances:
                 self._done += 1
                 self._world.advanced = self._world.now
             if ticker is None or not ticker.running:
-                ticker = Task(self.host, member.report(lambda: self._done), reported)
+                ticker = Task(self.host, member.report(lambda: self._done, may_ask), reported)
                 self._tasks.append(ticker)
-            if "interrupt" in faults or failed:
+            if "interrupt" in faults or word is not Word.NONE:
                 break
         join = self._world.now + JOIN_LIMIT
         while ticker is not None and ticker.running and self._world.now < join:
             yield self._sleep(0.05)
         if "interrupt" in faults:
             raise InterruptError("stopped by hand")
+        return word is Word.ASKED
 
     def _wait(self, member: Role, steps: Steps, interrupt: Fault | None = None) -> Program:
         began = self._world.now

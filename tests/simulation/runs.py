@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from orbax_ext.meeting.protocol import GRACE, SILENCE, SPREAD
-from tests.simulation.plans import HARMLESS, Plan, random_plan, smaller
+from tests.simulation.plans import HARMLESS, SHARES, Fault, Plan, random_plan, smaller
 from tests.simulation.processes import FINAL, Process, Record
 from tests.simulation.world import World
 
@@ -52,10 +53,21 @@ def suspects(plan: Plan) -> set[int]:
     harmful = {
         f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
     }
+    harmful |= {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
     named = {fault.process for fault in harmful if fault.kind != "silence"}
     if harmful:  # a slow process may miss the restore that follows a failed one
         named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
     return named
+
+
+def _others_can_read(plan: Plan, fault: Fault) -> bool:
+    """Returns whether at least half of the processes come to the meeting of a fault with their shares."""
+    late = {
+        other.process
+        for other in plan.faults
+        if other.kind in SHARES and (other.restore, other.meeting) == (fault.restore, fault.meeting)
+    }
+    return fault.kind != "stalled share" or 2 * len(late) <= plan.processes
 
 
 def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
@@ -79,9 +91,11 @@ def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
     for record in records:
-        if _left_early(plan) and not record.session:
+        if not record.named or record.process in guilty:
             continue
-        if record.named and record.process not in guilty and not record.named <= guilty:
+        if not record.named & guilty:
+            yield f"does not name the culprit: {record}"
+        elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
             yield f"names an innocent process: {record}"
 
 
@@ -106,8 +120,12 @@ def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
 
 def _check_payloads(records: list[Record]) -> Iterator[str]:
     """What a meeting returns was brought to this meeting of this session by these processes."""
+    told: dict[tuple[str, int], tuple[Any, Record]] = {}
     for record in records:
         for number, found in enumerate(record.payloads):
+            first, _ = told.setdefault((record.session, number), (found, record))
+            if found != first:  # who is late decides who reads
+                yield f"meeting {number} has {found}, on another process {first}: {record}"
             wrong = [own for process, own in found.items() if own["by"] != process]
             wrong += [own for own in found.values() if number and own["session"] != record.session]
             wrong += [own for own in found.values() if number and own["number"] != number]
@@ -125,10 +143,10 @@ def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
 
 
 def _check_keys(plan: Plan, world: World) -> Iterator[str]:
-    """No key is left when all have gone, unless a call was lost or made while the service was silent."""
-    excused = {"crash", "pause", "lost", "silence"}
+    """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
+    lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
     left = [key for key, _ in world.client.key_value_dir_get("")]
-    if left and not any(fault.kind in excused for fault in plan.faults) and not _left_early(plan):
+    if left and not lost and not _long_silence(plan) and not _left_early(plan):
         yield f"keys are left: {left}"
 
 
@@ -153,7 +171,7 @@ def _long_silence(plan: Plan) -> bool:
     silent = [
         f for f in plan.faults if f.kind == "silence" or (f.kind in ("pause", "crash", "lost") and f.process == 0)
     ]
-    return any(fault.kind in ("crash", "lost") or fault.seconds > plan.stall for fault in silent)
+    return any(fault.kind in ("crash", "lost") or fault.seconds > plan.stall + SILENCE for fault in silent)
 
 
 def _left_early(plan: Plan) -> bool:

@@ -13,8 +13,8 @@ import pytest
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Put, Read, Sleep, Steps, Wait
 from orbax_ext.meeting.board import Board, Client
 from orbax_ext.meeting.driver import run
-from orbax_ext.meeting.protocol import Limits
 from orbax_ext.meeting.session import Session
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.upstream.runtime import join_coordination_service, start_coordination_service
 from tests.simulation import plans, runs
 from tests.simulation.world import Host, Task, World

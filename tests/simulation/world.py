@@ -147,17 +147,17 @@ class Call:
         self._lost = host.calls == host.lose_after
         world.after(world.latency() + host.slow_calls, lambda: world.take_effect(self))
         if isinstance(action, Wait):  # the client itself measures the time, also if the service is silent
-            host.after(action.seconds, lambda: self._deliver(None))
+            host.after(action.seconds, lambda: self._deliver(None, by_service=False))
 
     def reply(self, answer: Any) -> None:
         host, world = self.task.host, self.task.host.world
         if not self._lost:
-            host.after(world.latency(), lambda: self._deliver(answer))
+            host.after(world.latency(), lambda: self._deliver(answer, by_service=True))
 
-    def _deliver(self, answer: Any) -> None:
+    def _deliver(self, answer: Any, by_service: bool) -> None:
         if not self._answered:
             self._answered = True
-            self.task.resume(answer)
+            self.task.resume(answer, by_service)
 
 
 class Task:
@@ -173,9 +173,9 @@ class Task:
         self._done = done
         self._advance(lambda: next(steps))
 
-    def resume(self, answer: Any) -> None:
+    def resume(self, answer: Any, by_service: bool = False) -> None:
         self.writing = False
-        if answer is not None:
+        if by_service:
             self.answered = self.host.world.now
         if self.abandoned:  # its session is closed: the next call would be refused
             self.running = False
