@@ -16,6 +16,7 @@ version.check_orbax_version(version.orbax_version())
 if _typing.TYPE_CHECKING:
     from orbax_ext import storage, v1
     from orbax_ext.abstract_state import abstract, restore
+    from orbax_ext.background import PendingRestore, restore_async
     from orbax_ext.errors import (
         DataMismatchError,
         MeetingTimeoutError,
@@ -41,11 +42,13 @@ if _typing.TYPE_CHECKING:
     )
     from orbax_ext.registration import pytree_handler, register, registered, restore_args, unregister
     from orbax_ext.report.report import RestoreReport, last_report
+    from orbax_ext.spec_reader import read_arrays
 
 __all__ = [
     "BroadcastArrayHandler",
     "DataMismatchError",
     "MeetingTimeoutError",
+    "PendingRestore",
     "PlanMismatchError",
     "ProcessFailure",
     "RestoreError",
@@ -62,11 +65,13 @@ __all__ = [
     "last_report",
     "match_sharding",
     "pytree_handler",
+    "read_arrays",
     "register",
     "registered",
     "replicate",
     "restore",
     "restore_args",
+    "restore_async",
     "restore_latest_valid",
     "shard",
     "stack",
@@ -83,8 +88,10 @@ _HOMES = (
     "placement",
     "report.report",
     "handler",
+    "spec_reader",
     "registration",
     "abstract_state",
+    "background",
     "latest",
 )  # in order of their weight
 

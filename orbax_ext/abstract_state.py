@@ -107,6 +107,9 @@ def restore(
 
 def _read(path: Path, step: int | None, item: str | None, limits: Limits) -> StoredTree:
     """Returns what is stored at a path. An error of one process is raised on all of them."""
+    if step is not None and not isinstance(step, (int, np.integer)):
+        raise ValueError(f"step must be an integer or None; found {step!r}.")
+    step = None if step is None else int(step)
 
     def read() -> StoredTree:
         return checkpoint.read_tree(path, step, item)
@@ -173,6 +176,8 @@ def _is_too_wide(dtype: str) -> bool:
 def _rules(mesh: Mesh | None, specs: SpecRules | None) -> list[notation.Rule]:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None; found a {type(mesh).__name__}.")
+    if specs is not None and not isinstance(specs, Mapping):
+        raise ValueError(f"specs must map patterns to specs, as {{'*.kernel': 'P(tp)'}}; found {specs!r}.")
     if mesh is None and specs:
         raise ValueError(f"specs need a mesh: found specs for {text_lib.listing(specs)}, and mesh=None.")
     return [notation.Rule(pattern, _spec(spec)) for pattern, spec in (specs or {}).items()]
@@ -189,9 +194,13 @@ def _spec(spec: PartitionSpec | str) -> notation.Spec:
 def _cast(dtype: Any) -> Cast:
     if dtype is None:
         return lambda stored: stored
-    wanted = jnp.dtype(dtype)
-    if not jnp.issubdtype(wanted, jnp.floating):
-        raise ValueError(f"dtype must be a floating-point type, which only floating-point arrays get; found {wanted}.")
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError:
+        wanted = None
+    if wanted is None or not jnp.issubdtype(wanted, jnp.floating):
+        found = wanted or repr(dtype)
+        raise ValueError(f"dtype must be a floating-point type, which only floating-point arrays get; found {found}.")
     return lambda stored: wanted if jnp.issubdtype(stored, jnp.floating) else stored
 
 

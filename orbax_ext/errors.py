@@ -27,7 +27,13 @@ from orbax_ext import text
 
 
 class RestoreError(Exception):
-    """A restore failed, on every process."""
+    """A restore failed, on every process. `.remark` has what else there is to know on this one, if anything."""
+
+    remark = ""
+
+    def __str__(self) -> str:  # `KeyError.__str__`, of a restore that failed with one, would quote the message
+        message = super().__str__() if len(self.args) != 1 else str(self.args[0])
+        return f"{message}\n{self.remark}" if self.remark else message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +55,8 @@ class RestoreFailedError(RestoreError):
         count = text.count(len(self.failures), "process")
         super().__init__(f"restore failed on {count}:\n  " + "\n  ".join(self._lines()))
 
-    def __str__(self) -> str:  # `KeyError.__str__` would quote the message
-        return str(self.args[0])
-
     def __reduce__(self) -> tuple[object, ...]:  # pickle can't find the classes that `restore_failed` makes
-        return restore_failed, (self.failures,)
+        return restore_failed, (self.failures,), {"remark": self.remark}
 
     def _lines(self) -> list[str]:
         """Returns one line for each distinct error, with the processes that raised it."""
@@ -75,6 +78,14 @@ def restore_failed(failures: Mapping[int, ProcessFailure]) -> RestoreFailedError
         except TypeError:  # a type that can't be made from a message, such as UnicodeDecodeError
             pass
     return RestoreFailedError(failures)
+
+
+def add_remark(error: BaseException, remark: str) -> None:
+    """Adds a line to the message of a `RestoreError`, or a note to another error."""
+    if isinstance(error, RestoreError):
+        error.remark = f"{error.remark}\n{remark}".lstrip()
+    else:
+        error.add_note(remark)
 
 
 def builtin_kind(error: BaseException) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -28,17 +30,21 @@ from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
 from orbax_ext.storage import counters
-from orbax_ext.storage.connections import limit_silence_on_gcs
+from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import while_storage_answers
+from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
-from orbax_ext.transfer.verify import verify, verify_alone
+from orbax_ext.transfer.release import loss_explained
+from orbax_ext.transfer.verify import Digests, verify, verify_alone
 from orbax_ext.upstream.array_handler import (
     ArrayHandlerArguments,
     ArrayMetadataStore,
     array_handler_parameters,
     uses_pathways,
 )
+from orbax_ext.upstream.stored_arrays import with_request_concurrency
 
 _turn = Turn()
 
@@ -71,16 +77,29 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
+        if (timeout := taking().timeout) is not None and timeout < (self.options.timeout or timeout + 1):
+            return await self._within(timeout).deserialize(infos, args)
+        with taking().running():
+            return await self._deserialize(infos, args)
+
+    def _within(self, timeout: float) -> BroadcastArrayHandler:
+        """Returns a handler that restores within so many seconds."""
+        handler = copy.copy(self)
+        handler.options = dataclasses.replace(self.options, timeout=timeout)
+        return handler
+
+    async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         async with one_at_a_time(self.options.stall_timeout):
-            return await stacked_restore.restore(self, infos, args, self._restore)
+            with loss_explained(args):
+                return await stacked_restore.restore(self, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
+            taking().recorder = recorder
             async with arrival.failing_together(self.options):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
-                    limit_silence_on_gcs(infos[0].parent_dir, self.options.stall_timeout)
-                    request = await while_storage_answers(make_request(self, infos, args), self.options.stall_timeout)
+                    request = await self._request(infos, args)
                 # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
@@ -91,7 +110,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
-                arrays = await type_handlers.ArrayHandler.deserialize(self, infos, args)
+                arrays = await self._read_alone(request, plan, recorder)
             if self.options.verify:
                 with recorder.span("verify"):
                     await verify_alone(self.limits, request, arrays)
@@ -100,42 +119,67 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     async def _single_replica_deserialize_and_broadcast(
         self, request: Request, plan: RestorePlan, limit: int, recorder: Recorder
     ) -> Sequence[jax.Array]:
-        with open_session("restore", self.limits, recorder.bytes_read, recorder.waited) as session:
+        with (
+            open_session("restore", self.limits, recorder.bytes_read, recorder.waited) as session,
+            Digests(session, request) as digests,
+        ):
             recorder.attach(session)
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
             if agreed < limit:
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
-            with Pipeline(self, request, plan, recorder, self.options) as pipeline:
+            arrived = digests.begin if self.options.verify else None
+            with Pipeline(self, request, plan, recorder, self.options, arrived) as pipeline:
                 if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
                     await session.together("connect", pipeline.connect())
-                while pipeline.groups_left:
+                while not pipeline.done:
                     # 5. Read. Group k+1 is read while group k travels.
-                    # 6. Meet again before each exchange: one process's error is everybody's error.
-                    phase = f"read group {pipeline.ends.front + 1} of {len(plan.groups)}"
-                    _, told = await session.together_telling(phase, pipeline.read(), pipeline.progress)
-                    if not pipeline.agree(told):
+                    # 6. Meet again before each exchange: what one process can't read, all know and others read.
+                    work = pipeline.read()
+                    _, told = await session.together_telling(pipeline.phase, work, pipeline.progress, pipeline.ask)
+                    if not pipeline.agree(told, session.hosts):
                         continue
                     if not pipeline.connected:  # `auto` does so only now that there is something to exchange
                         await session.together("connect", pipeline.connect())
-                    if pipeline.ends.front == 0:  # later groups need no barrier: all come from the meeting at once
+                    if (
+                        not pipeline.course.ends.front
+                    ):  # later groups need no barrier: all come from the meeting at once
                         await session.barrier("single_replica_pre_broadcast")
                     # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. This only starts it.
                     pipeline.start_exchange()
                 # 8. Hand over exactly what was asked for, and report to process 0 where the time went.
-                arrays = await session.together("hand over", pipeline.finish())
+                arrays = pipeline.arrays()
             if self.options.verify:
                 with recorder.span("verify"):
-                    await verify(session, request, arrays)
+                    await verify(session, request, arrays, digests)
             await collect.collect(session, recorder)
         return arrays
+
+    async def _read_alone(self, request: Request, plan: RestorePlan, recorder: Recorder) -> Sequence[jax.Array]:
+        """Reads all leaves, without the other processes."""
+        leaves = range(len(request.leaf_requests))
+        executor = Executor(self, request, request.leaves, self.limits.stall, recorder.through_orbax)
+        arrays = await executor.read_direct(leaves, await taking().claim(request, plan).take_direct(leaves))
+        return [arrays[leaf] for leaf in leaves]
+
+    async def share(self, infos: Sequence[Any], args: Sequence[Any]) -> HeldBlocks:
+        """Returns a place for what this process will read of these leaves, without a word with the other processes."""
+        request = await self._request(infos, args)
+        plan = self._plan(request, memory_limit(self.options, request), Recorder())
+        return place_for(PlannedShare(self, request, plan), self.options.stall_timeout)
+
+    async def _request(self, infos: Sequence[Any], args: Sequence[Any]) -> Request:
+        knobs = self.options
+        limit_silence_in(infos[0].parent_dir, knobs.stall_seconds, knobs.stall_rate, knobs.stall_timeout)
+        infos = with_request_concurrency(infos, knobs.request_concurrency)
+        return await while_storage_answers(make_request(self, infos, args), knobs.stall_timeout)
 
     @property
     def limits(self) -> Limits:
         """How long this handler waits for other processes."""
-        return Limits(self.options.stall_timeout, self.options.timeout)
+        return Limits(self.options.stall_timeout, self.options.timeout, self.options.late_seconds)
 
     def _anything_travels(self, request: Request) -> bool:
         return anything_travels(request.leaves, request.mesh_infos, self.options, processes=jax.process_count())

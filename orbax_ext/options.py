@@ -32,8 +32,17 @@ class Options:
         default about an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the
         smallest value among them.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
+      request_concurrency: Requests to s3:// or gs:// that a process has under way at a time; by default 128, or what
+        TensorStore's own settings say.
       stall_timeout: Seconds without progress of any process after which the restore fails on all of them.
       timeout: Seconds in total after which the restore fails on all processes; None for no limit.
+      stall_seconds: Seconds after which a connection to gs:// or s3:// counts as broken if it brings less than
+        `stall_rate`; it is closed, and the request is sent again. By default a fifth of `stall_timeout` for gs://, and
+        what `enable_s3` was given for s3://.
+      stall_rate: Bytes per second that a connection brings at least.
+      late_seconds: Seconds that the other processes wait for one that is late with its reads, or longer if they
+        needed longer themselves; then other replicas read its part. `math.inf` turns that off.
+      strict_readers: Raise a read error of one process on all of them, instead of letting other replicas read its part.
       verify: Compare digests of the restored arrays across replicas, and with those stored beside the checkpoint.
       progress: Show the progress on process 0: a bar in a terminal, otherwise a log line every few seconds.
     """
@@ -46,8 +55,13 @@ class Options:
     fabric_gbps: float | None = None
     broadcast_memory_limit_bytes: int | None = None
     broadcast_memory_scaling_factor: float | None = 0.75
+    request_concurrency: int | None = None
     stall_timeout: float = 300.0
     timeout: float | None = None
+    stall_seconds: float | None = None
+    stall_rate: int = 4096
+    late_seconds: float = 1.0
+    strict_readers: bool = False
     verify: bool = False
     progress: bool = True
 
@@ -67,6 +81,9 @@ class Options:
         factor = self.broadcast_memory_scaling_factor
         if factor is not None and not 0 < factor <= 1:
             raise ValueError(f"broadcast_memory_scaling_factor must be above 0 and at most 1; found {factor}.")
+        requests = self.request_concurrency
+        if requests is not None and requests <= 0:
+            raise ValueError(f"request_concurrency must be 1 or more, or None; found {requests}.")
         for name in DEPRECATED:
             if getattr(self, name) is not None:
                 message = f"{name} has no effect any more: `auto` needs no rates. It will be refused from 0.3.0 on."
@@ -75,6 +92,12 @@ class Options:
             raise ValueError(f"stall_timeout must be a positive number of seconds; found {self.stall_timeout}.")
         if self.timeout is not None and self.timeout <= 0:
             raise ValueError(f"timeout must be a positive number of seconds or None; found {self.timeout}.")
+        if self.stall_seconds is not None and self.stall_seconds <= 0:
+            raise ValueError(f"stall_seconds must be a positive number of seconds or None; found {self.stall_seconds}.")
+        if self.stall_rate < 1:
+            raise ValueError(f"stall_rate must be at least 1 byte per second; found {self.stall_rate}.")
+        if not self.late_seconds > 0:
+            raise ValueError(f"late_seconds must be a positive number of seconds; found {self.late_seconds}.")
 
     @property
     def axes(self) -> tuple[str | int, ...] | None:
@@ -111,8 +134,13 @@ class Knobs(TypedDict, total=False):
     fabric_gbps: float | None
     broadcast_memory_limit_bytes: int | None
     broadcast_memory_scaling_factor: float | None
+    request_concurrency: int | None
     stall_timeout: float
     timeout: float | None
+    stall_seconds: float | None
+    stall_rate: int
+    late_seconds: float
+    strict_readers: bool
     verify: bool
     progress: bool
 

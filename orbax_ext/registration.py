@@ -18,6 +18,7 @@ from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.meeting.listing import from_process_0
 from orbax_ext.placement import stacked_restore
 from orbax_ext.storage import s3
+from orbax_ext.transfer.release import ReleasingRestoreArgs, require_arrays
 from orbax_ext.upstream import steps, stock_handlers
 from orbax_ext.upstream.array_handler import (
     PyTreeHandlerArguments,
@@ -120,6 +121,18 @@ def _handler_for_stock(stock: type_handlers.ArrayHandler) -> BroadcastArrayHandl
     return _replacement(stock, registration.knobs)
 
 
+def serving_handler(handler: type_handlers.TypeHandler) -> BroadcastArrayHandler | None:
+    """Returns the handler of orbax_ext that restores if this one is registered; None if that is Orbax's own."""
+    if isinstance(handler, BroadcastArrayHandler):
+        return handler
+    return _handler_for_stock(handler) if isinstance(handler, type_handlers.SingleReplicaArrayHandler) else None
+
+
+def handler_in_place_of(handler: type_handlers.TypeHandler) -> BroadcastArrayHandler:
+    """Returns the handler that `register()` would make where this one is registered."""
+    return _replacement(handler, {})
+
+
 @options.with_knobs_in_signature
 def pytree_handler(**knobs: Unpack[PyTreeKnobs]) -> ocp.PyTreeCheckpointHandler:
     """Returns a `PyTreeCheckpointHandler` with its own registry, for `item_handlers=` and `Checkpointer`.
@@ -133,17 +146,25 @@ def pytree_handler(**knobs: Unpack[PyTreeKnobs]) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **pytree_knobs)
 
 
-def restore_args(abstract: Any, *, strict: bool = True, stacked: bool = False) -> Any:
+def restore_args(abstract: Any, *, strict: bool = True, stacked: bool = False, release: bool = False) -> Any:
     """Returns restore args with the shapes, dtypes and shardings of an abstract tree.
 
     They work with orbax_ext, plain Orbax and its stock single-replica handler. With `stacked`, which needs orbax_ext,
     leaves saved with pmap's leading device axis are restored without it, from the first row alone, and leaves saved
     without it are restored with it, wherever the abstract tree asks for the other form.
+
+    With `release`, which needs orbax_ext, the first argument is the state that the restore replaces. Its arrays are
+    deleted leaf by leaf just before the new ones are placed, so that both are never in memory as a whole. They can't be
+    used afterwards, nor can other arrays that share their buffers; if the restore fails, its error says so.
     """
     if stacked:
         stacked_restore.require_shardings(abstract)
+    if release:
+        if stacked:
+            raise ValueError("restore_args: expected stacked or release, found both. Restore without release.")
+        require_arrays(abstract)
     return jax.tree.map(
-        functools.partial(_single_replica_args, strict=strict, stacked=stacked),
+        functools.partial(_single_replica_args, strict=strict, stacked=stacked, release=release),
         checkpoint_utils.construct_restore_args(abstract),
         abstract,
         is_leaf=lambda node: isinstance(node, type_handlers.RestoreArgs),
@@ -151,13 +172,15 @@ def restore_args(abstract: Any, *, strict: bool = True, stacked: bool = False) -
 
 
 def _single_replica_args(
-    arg: type_handlers.RestoreArgs, leaf: Any, strict: bool, stacked: bool
+    arg: type_handlers.RestoreArgs, leaf: Any, strict: bool, stacked: bool, release: bool
 ) -> type_handlers.RestoreArgs:
     if not isinstance(arg, type_handlers.ArrayRestoreArgs):
         return arg
     fields = {**{field.name: getattr(arg, field.name) for field in dataclasses.fields(arg)}, "strict": strict}
     if stacked:
         return stacked_restore.StackedRestoreArgs(**fields, asked_shape=tuple(leaf.shape))
+    if release and isinstance(leaf, jax.Array):
+        return ReleasingRestoreArgs(**fields, old=leaf)
     return type_handlers.SingleReplicaArrayRestoreArgs(**fields)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from orbax_ext.storage import array_metadata
 from orbax_ext.upstream import runtime
 from orbax_ext.upstream.array_handler import Format, SavedArray, ShardingMetadata, saved_arrays
 
+_OTHER_SHARDING = "its sharding is a "
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafRequest:
@@ -27,6 +30,11 @@ class LeafRequest:
     leaf: Leaf
     sharding: Any = None  # a NamedSharding unless leaf.direct_because says otherwise
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can't travel for no other reason than the kind of its sharding."""
+        return self.leaf.direct_because.startswith(_OTHER_SHARDING)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -36,7 +44,7 @@ class Request:
     meshes: tuple[Mesh, ...]
     mesh_infos: tuple[MeshInfo, ...]
 
-    @property
+    @functools.cached_property  # used once for each leaf here and there
     def leaves(self) -> list[Leaf]:
         return [request.leaf for request in self.leaf_requests]
 
@@ -105,7 +113,7 @@ def _leaf_request(
         return LeafRequest(info, arg, Leaf(info.name, tuple(shape or ()), str(dtype), direct_because=reason), sharding)
     shape = tuple(int(size) for size in shape)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    chunk = saved.chunk if saved is not None else None
+    chunk = saved.chunk if saved is not None else getattr(stored, "chunk", None)
     leaf = Leaf(
         info.name,
         shape,
@@ -126,7 +134,7 @@ def _why_direct(sharding: Any, shape: Any, dtype: Any, is_key: bool) -> str:
     if isinstance(sharding, Format):
         return "a memory layout is asked for"
     if not isinstance(sharding, NamedSharding):
-        return f"its sharding is a {type(sharding).__name__}, not a NamedSharding"
+        return f"{_OTHER_SHARDING}{type(sharding).__name__}, not a NamedSharding"
     if not isinstance(sharding.mesh, Mesh):
         return "its mesh has no devices"
     if shape is None or dtype is None:

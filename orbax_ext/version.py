@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import warnings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 OLDEST_ORBAX = "0.11.33"
 NEWEST_ORBAX = "0.12.8"  # the newest release that the tests run with

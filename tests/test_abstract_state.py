@@ -133,8 +133,9 @@ def test_dtype_is_for_floating_point_arrays_alone(saved: pathlib.Path) -> None:
     assert restored["params"]["layers"][0].dtype == jnp.float32
     assert restored["params"]["layers"][0].tolist() == np.ones((8, 16)).tolist()
     assert [restored[name].dtype for name in ("step", "table")] == [np.int32, np.arange(5).dtype]
-    with pytest.raises(ValueError, match=r"dtype must be a floating-point type.*found int8"):
-        orbax_ext.abstract(saved, dtype="int8")
+    for wrong in ("int8", "float31"):
+        with pytest.raises(ValueError, match=rf"dtype must be a floating-point type.*found '?{wrong}"):
+            orbax_ext.abstract(saved, dtype=wrong)
 
 
 def test_leaves_that_jax_cuts_to_32_bits_are_in_the_log(tmp_path: pathlib.Path) -> None:
@@ -164,6 +165,8 @@ def test_specs_need_a_mesh_and_the_mesh_must_be_one(saved: pathlib.Path) -> None
         orbax_ext.abstract(saved, specs={"step": P()})
     with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh or None; found a dict"):
         orbax_ext.abstract(saved, {"dp": 4})
+    with pytest.raises(ValueError, match=r"specs must map patterns to specs.*found \[\('step'"):
+        orbax_ext.abstract(saved, mesh("tp"), specs=[("step", P())])  # type: ignore[arg-type]
 
 
 def test_an_unknown_knob_is_refused_before_anything_is_read(tmp_path: pathlib.Path) -> None:
@@ -196,6 +199,10 @@ def test_a_path_without_a_checkpoint_says_what_was_found(
 def test_a_step_that_is_not_there_says_which_are(saved: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="has no step 7; it has 1, 12"):
         orbax_ext.restore(saved, step=7)
+    with pytest.raises(ValueError, match="is a step or an item itself: it has no step 1 in it"):
+        orbax_ext.restore(saved / "1", step=1)
+    with pytest.raises(ValueError, match="step must be an integer or None; found '1'"):
+        orbax_ext.restore(saved, step="1")  # type: ignore[arg-type]
 
 
 def test_missing_arrays_are_named(tmp_path: pathlib.Path) -> None:

@@ -76,3 +76,25 @@ def test_the_kind_of_an_error_is_its_nearest_built_in_type() -> None:
         pass
 
     assert errors.builtin_kind(TopologyError()) == "FileNotFoundError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.restore_failed({1: errors.ProcessFailure("host", "read", "KeyError: 'a'", kind="KeyError")}),
+        errors.RestoreTimeoutError("nobody came", [1], {}),
+        errors.PlanMismatchError("no agreement", {}),
+    ],
+)
+def test_a_remark_is_part_of_the_message(error: errors.RestoreError) -> None:
+    before = str(error)
+    errors.add_remark(error, "The old state is gone.")
+    assert str(error) == f"{before}\nThe old state is gone."
+    if isinstance(error, errors.RestoreFailedError):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_remark_about_another_error_is_a_note() -> None:
+    error = ValueError("bad")
+    errors.add_remark(error, "The old state is gone.")
+    assert error.__notes__ == ["The old state is gone."]

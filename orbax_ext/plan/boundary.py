@@ -15,6 +15,8 @@ from orbax_ext.plan.planner import RestorePlan
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import Loads
 
+_PREPARING = 0.5  # seconds: the least that compiling and connecting take where that was not done before
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupBytes:
@@ -78,8 +80,8 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
         return best if best == ends.front else max(best, least)
     if least < ends.back:  # nobody knows yet how long an exchange takes, and storage would be idle meanwhile
         return least
-    rest = _seconds_direct(groups, ends, progress)
-    return ends.front if rest < max(one.waiting for one in progress) else ends.back
+    waiting = max(one.waiting for one in progress) + (0.0 if all(one.ready for one in progress) else _PREPARING)
+    return ends.front if seconds_direct(groups, ends, progress) < waiting else ends.back
 
 
 def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:
@@ -97,9 +99,9 @@ def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, prog
         return max((shares + direct) / storage, links / fabric)
 
     best = min(range(ends.back, untouched - 1, -1), key=seconds)
-    return ends.front if _seconds_direct(groups, ends, progress) < seconds(best) else best
+    return ends.front if seconds_direct(groups, ends, progress) < seconds(best) else best
 
 
-def _seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
+def seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
     """Returns how long it takes to read all groups directly that are left."""
     return sum(group.direct for group in groups[ends.front : ends.back]) / min(one.storage for one in progress)

@@ -83,6 +83,7 @@ class LaneBatch(_Operand):
     leaves: tuple[int, ...]  # by lane
     splits: tuple[tuple[str, int], ...]  # (replica axis, dimension of the block)
     lanes: tuple[str, ...]  # the other replica axes, in the mesh's order
+    absent: tuple[int, ...] = ()  # replicas that do not read; what they would have read is dealt to others
 
     reader: ClassVar[None] = None  # all replicas read
 
@@ -90,6 +91,11 @@ class LaneBatch(_Operand):
         yield BundleRead(self.leaves, None, self.splits, self.lanes)
 
     def read_bytes(self, sizes: BlockBytes, replicas: int) -> np.ndarray:
+        read = np.full(replicas, sum(sizes[leaf] for leaf in self.leaves) // replicas)
+        read[list(self.absent)] = 0
+        return read
+
+    def offered_bytes(self, sizes: BlockBytes, replicas: int) -> np.ndarray:
         return np.full(replicas, sum(sizes[leaf] for leaf in self.leaves) // replicas)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from orbax_ext.options import Options
 from orbax_ext.plan.bundles import Bundle, LaneBatch, Sum, make_pack
@@ -28,6 +28,8 @@ class Group:
     axes: tuple[str, ...]  # the replica axes, in the mesh's order
     bundles: tuple[Bundle, ...]
     device_bytes: int  # of the leaves on one device
+    dropped: frozenset[int] = frozenset()  # leaves that travel but were not read: they come again in another group
+    later: tuple[tuple[int, tuple[int, ...]], ...] = ()  # leaves with holes, and the slices that fill them
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -53,11 +55,17 @@ class RestorePlan:
         """Returns the leaves asked for that groups hold, whole or in slices."""
         return list(dict.fromkeys(self.source(index) for group in groups for index in group.leaves))
 
-    def divided(self, boundary: int) -> RestorePlan:
-        """Returns the plan as it is carried out if groups from `boundary` on are read directly."""
+    def divided(self, numbers: Collection[int]) -> RestorePlan:
+        """Returns the plan as it is carried out if these groups are read directly. The others keep their numbers."""
         reason = "it was read while exchanges were waited for"
-        back = {index: reason for group in self.groups[boundary:] for index in group.leaves}
-        return dataclasses.replace(self, groups=self.groups[:boundary], direct={**self.direct, **back})
+        back = {index: reason for number in numbers for index in self.groups[number].leaves}
+        groups = [
+            dataclasses.replace(group, bundles=(), device_bytes=0) if number in numbers else group
+            for number, group in enumerate(self.groups)
+        ]
+        while groups and not groups[-1].bundles:
+            groups.pop()
+        return dataclasses.replace(self, groups=tuple(groups), direct={**self.direct, **back})
 
 
 def make_plan(

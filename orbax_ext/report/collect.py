@@ -22,7 +22,7 @@ from orbax_ext.redact import redact
 from orbax_ext.report import events
 from orbax_ext.report.process_report import DAMAGE, ProcessReport
 from orbax_ext.report.recorder import PlannedRestore, Recorder
-from orbax_ext.report.report import RestoreReport, publish
+from orbax_ext.report.report import RestoreReport, last_report, publish
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import s3
 from orbax_ext.upstream.hooks import served_by
@@ -54,6 +54,18 @@ def recorded() -> Iterator[Recorder]:
             logging.warning("orbax_ext: no report of this restore: %s", failure)
 
 
+@contextlib.contextmanager
+def continuing() -> Iterator[None]:
+    """Makes one report, the one that `last_report()` returns, of the latest restore and the one in the `with` block."""
+    first = last_report()
+    try:
+        yield
+    finally:
+        second = last_report()
+        if first is not None and second is not None and second is not first:
+            publish(first.followed_by(second))
+
+
 async def collect(session: Session, recorder: Recorder) -> None:
     """Sends this process's report to process 0, which keeps all that arrive; takes a few seconds at most."""
     try:
@@ -74,8 +86,10 @@ def make_report(recorder: Recorder, error: str) -> RestoreReport:
         leaves=planned.leaves if planned else 0,
         groups=len(_traffic(planned, own.process)) if planned else 0,
         strategy=dict(planned.strategy or strategies(planned.plan)) if planned else {},
+        take_overs=tuple(recorder.take_overs),
         error=error,
         served_by=served_by(),
+        through_orbax=sorted(recorder.through_orbax),
     )
 
 
@@ -93,6 +107,7 @@ def make_process_report(recorder: Recorder) -> ProcessReport:
         spans=tuple(spans),
         bytes_read=recorder.bytes_read(),
         bytes_unused=recorder.bytes_unused,
+        bytes_again=recorder.bytes_again,
         requests=recorder.requests() + usage.metadata_requests,
         bytes_received=sum(group.received for group in moved),
         bytes_sent=sum(group.sent for group in moved),

@@ -25,6 +25,7 @@ class ProcessReport:
     spans_left_out: int = 0  # the shortest ones, where there were too many to keep or to send to process 0
     bytes_read: int = 0  # from storage
     bytes_unused: int = 0  # of these, read for an exchange that was not held
+    bytes_again: int = 0  # of these, read in place of another process, or to measure how fast storage is
     requests: int = 0  # to storage
     bytes_received: int = 0  # from other processes, by the plan
     bytes_sent: int = 0  # to other processes, by the plan
@@ -47,6 +48,21 @@ class ProcessReport:
         left_out = self.spans_left_out + len(self.spans) - len(kept)
         return dataclasses.replace(self, spans=kept, spans_left_out=left_out)
 
+    def followed_by(self, later: ProcessReport, groups: int) -> ProcessReport:
+        """Returns one report of two restores that were parts of one; `groups` is the number of groups in the first."""
+        # Clocks of two hosts may differ, and the offset is not known to a part in which this process was alone.
+        offset = max(self.total_seconds, later.started - self.started)
+        phases = [*self.seconds, *(phase for phase in later.seconds if phase not in self.seconds)]
+        return dataclasses.replace(
+            self,
+            seconds={phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0) for phase in phases},
+            spans=(*self.spans, *(span.moved(offset, groups) for span in later.spans)),
+            host_peak_bytes=max(self.host_peak_bytes, later.host_peak_bytes),
+            device_peak_bytes=max(self.device_peak_bytes, later.device_peak_bytes),
+            s3={name: self.s3.get(name, 0) + later.s3.get(name, 0) for name in {**self.s3, **later.s3}},
+            **{name: getattr(self, name) + getattr(later, name) for name in _SUMS},
+        )
+
     def to_dict(self) -> dict[str, Any]:
         seconds = {phase: round(seconds, 6) for phase, seconds in self.seconds.items()}
         return {**vars(self), "seconds": seconds, "spans": [span.to_dict() for span in self.spans]}
@@ -60,11 +76,13 @@ class ProcessReport:
             seconds={str(phase): float(seconds) for phase, seconds in data["seconds"].items()},
             spans=tuple(Span.from_dict(span) for span in data["spans"]),
             s3={str(name): int(count) for name, count in data["s3"].items()},
-            bytes_unused=int(data.get("bytes_unused", 0)),  # older reports do not have it
+            **{name: int(data.get(name, 0)) for name in _LATER},
             **{name: int(data[name]) for name in _COUNTS},
         )
 
 
+_LATER = ("bytes_unused", "bytes_again")  # older reports do not have these
 _COUNTS = [
-    field.name for field in dataclasses.fields(ProcessReport) if field.type == "int" and field.name != "bytes_unused"
+    field.name for field in dataclasses.fields(ProcessReport) if field.type == "int" and field.name not in _LATER
 ]
+_SUMS = ("spans_left_out", "bytes_read", "bytes_unused", "requests", "bytes_received", "bytes_sent")

@@ -126,7 +126,7 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
     if not wanted or jax.process_index() != 0:
         yield
         return
-    in_terminal, watcher = _can_show_bar(), _Watcher(recorder)
+    in_terminal, watcher = _can_show_bar(), Watcher(recorder)
     loop = asyncio.get_running_loop()
     displays: list[Bar | LogLines] = []  # made at the first tick: a short restore shows nothing
     with contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def shown(wanted: bool, recorder: Recorder) -> Iterator[None]:
             tick(finished=True)
 
 
-class _Watcher:
+class Watcher:
     """Reads from a recorder how far its restore is."""
 
     def __init__(self, recorder: Recorder) -> None:

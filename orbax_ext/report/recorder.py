@@ -15,6 +15,7 @@ from orbax_ext.meeting.session import Session
 from orbax_ext.plan import MeshInfo, RestorePlan, Traffic
 from orbax_ext.report.process_report import ProcessReport
 from orbax_ext.report.spans import Span
+from orbax_ext.report.take_over import TakeOver
 from orbax_ext.storage import counters
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ class Recorder:
         self._phases_begun: list[tuple[str, int | None]] = []  # the phase and group of all spans, finished or not
         self._other_reports: dict[int, ProcessReport] = {}
         self.plan: PlannedRestore | None = None  # the latest
+        self.through_orbax: set[str] = set()  # names of leaves that needed Orbax's own way to read
+        self.take_overs: list[TakeOver] = []  # the same on all processes
         self.bytes_unused = 0  # that were read for exchanges that were not held
+        self.bytes_again = 0  # that were read in place of others, or only to measure
         self.session: Session | None = None  # of all processes; None if this process restores alone so far
 
     @property
@@ -101,12 +105,20 @@ class Recorder:
         """Adds bytes that were read and are not needed."""
         self.bytes_unused += count
 
+    def took_over(self, take_over: TakeOver) -> None:
+        """Notes that others read something in place of a process."""
+        self.take_overs.append(take_over)
+
+    def again(self, count: int) -> None:
+        """Adds bytes that are read although another process has tried to, or would not have to be read."""
+        self.bytes_again += count
+
     def add_reports(self, reports: Mapping[int, ProcessReport]) -> None:
         """Keeps the reports that other processes have sent to process 0."""
         self._other_reports.update(reports)
 
     @contextlib.contextmanager
-    def span(self, phase: str, *, group: int | None = None) -> Iterator[None]:
+    def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
         """Records how long a `with` block takes, and shows it in JAX profiles."""
         start = self._now()
         self._phases_begun.append((phase, group))
@@ -114,7 +126,7 @@ class Recorder:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield
         finally:
-            self._spans.append(Span(phase, start, self._now(), group))
+            self._spans.append(Span(phase, start, self._now(), group, note=note))
 
     async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None) -> T:
         """Awaits `work`, records how long it takes, and returns its result."""

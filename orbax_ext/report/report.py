@@ -9,8 +9,10 @@ from collections import Counter
 from orbax_ext import text as text_lib
 from orbax_ext.report.process_report import DAMAGE, ProcessReport
 from orbax_ext.report.tables import ProcessTable, s3_usage
+from orbax_ext.report.take_over import TakeOver
 
 FORMAT = 1  # of the JSON
+_MOST_TAKE_OVERS = 8  # that are listed
 _MOST_MISSING = 16  # processes without a report that are listed
 
 _last: RestoreReport | None = None
@@ -26,7 +28,10 @@ class RestoreReport:
     leaves: int = 0
     groups: int = 0
     strategy: dict[str, str] = dataclasses.field(default_factory=dict)  # leaf name: "single" or "direct: why"
+    take_overs: tuple[TakeOver, ...] = ()  # what others read in place of processes; the same on all
     error: str = ""  # why it failed; empty if it did not
+    # Leaves that this process read with `ArrayHandler.deserialize`; it read all others with TensorStore alone.
+    through_orbax: list[str] = dataclasses.field(default_factory=list)
     served_by: str = ""  # the function of Orbax whose call was taken over; empty if Orbax called our handler itself
 
     @property
@@ -57,9 +62,33 @@ class RestoreReport:
             return f"process {self.process} of {self.processes}"
         return text_lib.count(self.processes, "process")
 
+    def followed_by(self, later: RestoreReport) -> RestoreReport:
+        """Returns one report of a restore in two parts, of which the second reads leaves that the first has not read.
+
+        Processes whose report of one part did not arrive are left out: half of a report would look like all of it.
+        """
+        members = {
+            process: member.followed_by(later.members[process], self.groups)
+            for process, member in self.members.items()
+            if process in later.members
+        }
+        strategy = {
+            name: f"{self.strategy[name]}; {how}" if name in self.strategy else how
+            for name, how in later.strategy.items()
+        }
+        return dataclasses.replace(
+            self,
+            members=members,
+            leaves=max(self.leaves, later.leaves),
+            groups=self.groups + later.groups,
+            strategy={**self.strategy, **strategy},
+            error=self.error or later.error,
+        )
+
     def to_json(self) -> str:
         members = [member.to_dict() for _, member in sorted(self.members.items())]
-        return json.dumps({"orbax_ext_report": FORMAT, **vars(self), "members": members})
+        take_overs = [one.to_dict() for one in self.take_overs]
+        return json.dumps({"orbax_ext_report": FORMAT, **vars(self), "members": members, "take_overs": take_overs})
 
     @classmethod
     def from_json(cls, text: str) -> RestoreReport:
@@ -78,8 +107,10 @@ class RestoreReport:
             return cls(
                 members={member.process: member for member in map(ProcessReport.from_dict, data["members"])},
                 strategy={str(name): str(strategy) for name, strategy in data["strategy"].items()},
+                take_overs=tuple(map(TakeOver.from_dict, data.get("take_overs", ()))),  # older reports have none
                 error=str(data["error"]),
                 served_by=str(data.get("served_by", "")),  # older reports do not have it
+                through_orbax=[str(name) for name in data.get("through_orbax", [])],
                 **{field.name: int(data[field.name]) for field in dataclasses.fields(cls) if field.type == "int"},
             )
         except DAMAGE as error:
@@ -108,6 +139,12 @@ class RestoreReport:
         if self.missing:
             missing = text_lib.listing(self.missing, _MOST_MISSING)
             lines.append(f"no report from {text_lib.count(len(self.missing), 'process')}: {missing}")
+        if self.through_orbax:
+            named = text_lib.listing(self.through_orbax)
+            lines.append(f"read through Orbax: {text_lib.count(len(self.through_orbax), 'leaf')}: {named}")
+        lines += [f"others read {one}" for one in self.take_overs[:_MOST_TAKE_OVERS]]
+        if len(self.take_overs) > _MOST_TAKE_OVERS:
+            lines.append(f"and {len(self.take_overs) - _MOST_TAKE_OVERS} more in place of others")
         if self.error:
             lines.append(f"error: {self.error.strip().splitlines()[0]}")
         return "\n".join(lines)

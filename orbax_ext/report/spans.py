@@ -30,6 +30,11 @@ class Span:
         """The phase, with the group's number counted from 1: "read group 2"."""
         return self.phase if self.group is None else f"{self.phase} group {self.group + 1}"
 
+    def moved(self, seconds: float, groups: int) -> Span:
+        """Returns the span that many seconds and groups later."""
+        group = None if self.group is None else self.group + groups
+        return dataclasses.replace(self, start=self.start + seconds, end=self.end + seconds, group=group)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data, without the fields that are not set."""
         data = {**vars(self), "start": round(self.start, 6), "end": round(self.end, 6)}

@@ -14,7 +14,8 @@ from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan.planner import digest
 from orbax_ext.storage import s3
 from orbax_ext.storage.s3.errors import reads_explained
-from orbax_ext.upstream.array_handler import missing_files_named, open_arrays, sharding_from_text
+from orbax_ext.upstream.array_handler import sharding_from_text
+from orbax_ext.upstream.stored_arrays import StoredSpec, missing_files_named, open_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ArrayMetadata:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any = None  # Orbax's ShardingMetadata, or None
+    chunk: tuple[int, ...] | None = None  # of an array that is in no checkpoint, whose list would have it
 
 
 async def read(handler: type_handlers.ArrayHandler, infos: Sequence[Any], *, shardings: bool = True) -> Sequence[Any]:
@@ -48,7 +50,14 @@ async def _read(handler: type_handlers.ArrayHandler, infos: Sequence[Any], shard
             return await handler.metadata(infos)
         with reads_explained(infos[0].parent_dir):
             stores = await open_arrays(handler, infos)
-        return [ArrayMetadata(tuple(store.shape), jnp.dtype(store.dtype.name)) for store in stores]
+        return [_metadata(info, store) for info, store in zip(infos, stores, strict=True)]
+
+
+def _metadata(info: Any, store: Any) -> ArrayMetadata:
+    if any(store.domain.origin):
+        raise ValueError(f"{info.name}: expected a stored array that begins at 0, found the domain {store.domain}.")
+    chunk = info.chunk(store) if isinstance(info, StoredSpec) else None
+    return ArrayMetadata(tuple(store.shape), jnp.dtype(store.dtype.name), chunk=chunk)
 
 
 def to_json(metadata: Any) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_ext import mesh as mesh_lib
@@ -15,8 +18,9 @@ from orbax_ext.plan import Bundle, LaneBatch, Leaf, Pack, Sum, piece_shape
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing, programs
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
+from orbax_ext.transfer.boxes import ReadItem, aligned_empty
 from orbax_ext.transfer.collectives import GatherOp, Op, PackOp, SumOp
-from orbax_ext.transfer.reading import ReadItem
+from orbax_ext.transfer.reading import Blocks
 
 
 class PlannedLeaves:
@@ -42,6 +46,9 @@ class Replicas:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.mesh = mesh
         self.axes = axes
+        mesh_of = functools.cache(lambda replica: mesh_lib.replica_mesh(mesh, axes, replica))
+        # Thousands of leaves share a sharding.
+        self._sharding = functools.cache(lambda whole, replica: mesh_lib.replica_sharding(whole, mesh_of(replica)))
 
     @functools.cached_property
     def table(self) -> tuple[tuple[jax.Device, ...], ...]:
@@ -64,7 +71,7 @@ class Replicas:
 
     def sharding(self, leaf: LeafRequest, replica: int) -> NamedSharding:
         """Returns the sharding of a leaf on one replica's devices."""
-        return mesh_lib.replica_sharding(leaf.sharding, mesh_lib.replica_mesh(self.mesh, self.axes, replica))
+        return self._sharding(leaf.sharding, replica)
 
 
 class Carrier(abc.ABC):
@@ -84,11 +91,11 @@ class Carrier(abc.ABC):
         """Returns what this process reads for the bundle."""
 
     @abc.abstractmethod
-    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
-        """Returns what this process hands in, from what it has read."""
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        """Returns what this process hands in, from what it has read; anything in place of what it has not read."""
 
     @abc.abstractmethod
-    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+    def received(self, outputs: Iterator[DeviceBlocks]) -> Mapping[int, Blocks]:
         """Takes the bundle's outputs from those of the exchange; returns the blocks of every leaf."""
 
     def compile(self) -> None:  # noqa: B027, most need nothing
@@ -124,10 +131,13 @@ class SumCarrier(Carrier):
     def reads(self) -> list[ReadItem]:
         return self._shares({self._reader: (self._leaf,)})
 
-    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
-        blocks = dict(read.get(self._leaf, {}))
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        blocks: dict[jax.Device, Any] = dict(read.get(self._leaf, {}))
         for zeros in self._zeros():
             blocks.update(zeros.make())
+        for device in self._replicas.of_device.keys() - blocks.keys():  # the reader's, if it has not read
+            block = self._leaves.block(self._leaf)
+            blocks[device] = np.zeros(block.carried_shape, block.carried_dtype)
         return blocks
 
     def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
@@ -163,11 +173,18 @@ class LaneCarrier(Carrier):
         return [
             self._item(leaf, self._split(leaf, lane_mesh), self.op.operand)
             for leaf, lane_mesh in lanes
-            if any(map(is_local, lane_mesh.devices.flat))
+            if any(is_local(device) and not self._is_absent(device) for device in lane_mesh.devices.flat)
         ]
 
-    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
-        return {device: block for leaf in self._bundle.leaves for device, block in read.get(leaf, {}).items()}
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        operand = self.op.operand
+        blocks = {device: block for leaf in self._bundle.leaves for device, block in read.get(leaf, {}).items()}
+        for device in self._replicas.of_device.keys() - blocks.keys():
+            blocks[device] = aligned_empty(operand.carried_shape, operand.carried_dtype)
+        return blocks
+
+    def _is_absent(self, device: jax.Device) -> bool:
+        return self._replicas.of_device[device] in self._bundle.absent
 
     def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
         return {leaf: next(outputs) for leaf in self._bundle.leaves}
@@ -189,12 +206,18 @@ class PackCarrier(Carrier):
         return SumOp(Block((words,), jnp.dtype("uint32"))) if self._bundle.summed else PackOp(words)
 
     def reads(self) -> list[ReadItem]:
-        return self._shares(dict(enumerate(self._bundle.shares)))
+        items = self._shares(dict(enumerate(self._bundle.shares)))
+        return [dataclasses.replace(item, buffers=self._vectors.buffers(item.index, item.block)) for item in items]
 
-    def contribution(self, read: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
-        return packing.pack(self._bundle, self._replicas.of_device, read, self._leaves.leaves)
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        return self._vectors.filled(read)
 
-    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+    @functools.cached_property
+    def _vectors(self) -> packing.Vectors:
+        """What this process hands in; leaves are read into it."""
+        return packing.Vectors(self._bundle, self._replicas.of_device, self._leaves.leaves)
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> Mapping[int, Blocks]:
         blocks = {leaf: self._leaves.block(leaf) for leaf in self._bundle.leaves}
         return packing.unpack(self._bundle, next(outputs), blocks, self._leaves.leaves)
 

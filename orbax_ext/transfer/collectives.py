@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,14 +106,19 @@ class PackOp:
 class RelayOp:
     """Some devices have blocks that others lack; blocks are moved, then summed along the columns if there are senders.
 
-    Positions are those of the devices in the table, row by row.
+    Positions are those of the devices in the table, row by row. Without a sum only the receivers of moves get a block;
+    the other devices get zeros, and go on with what they have. Copying that through the program would cost every host
+    the time to write its whole state once more.
     """
 
     block: Block
     moves: tuple[tuple[int, int], ...]  # from a position to a position
     senders: tuple[int, ...]  # one for each column; empty: no sum
     devices: int
-    uses_up_operand = True
+
+    @property
+    def uses_up_operand(self) -> bool:
+        return bool(self.senders)
 
     @property
     def operand(self) -> Block:
@@ -123,13 +129,12 @@ class RelayOp:
 
     def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
         words = encode(operand)
-        if self.moves:
-            arrives = self._is_one_of([receiver for _, receiver in self.moves])
-            arrived = [lax.ppermute(part, ("replica", "rest"), self.moves) for part in words]
-            words = tuple(jnp.where(arrives, new, old) for new, old in zip(arrived, words, strict=True))
-        if self.senders:
-            sends = self._is_one_of(self.senders)
-            words = tuple(lax.psum(jnp.where(sends, part, jnp.zeros_like(part)), "replica") for part in words)
+        arrived = tuple(lax.ppermute(part, ("replica", "rest"), self.moves) for part in words) if self.moves else words
+        if not self.senders:
+            return (decode(arrived, self.block),)
+        arrives, sends = self._is_one_of([receiver for _, receiver in self.moves]), self._is_one_of(self.senders)
+        words = tuple(jnp.where(arrives, new, old) for new, old in zip(arrived, words, strict=True))
+        words = tuple(lax.psum(jnp.where(sends, part, jnp.zeros_like(part)), "replica") for part in words)
         return (decode(words, self.block),)
 
     def _is_one_of(self, positions: Sequence[int]) -> jax.Array:
@@ -158,11 +163,22 @@ class Exchange:
         self._mesh = Mesh(devices, ("replica", "rest"))
         self._sharding = NamedSharding(self._mesh, _EVERYWHERE)
         self._programs: dict[tuple[Op, ...], Any] = {}
+        self._lock = threading.Lock()  # a restore that is read ahead compiles in another thread than its own
+
+    def is_compiled(self, ops: tuple[Op, ...]) -> bool:
+        return ops in self._programs
+
+    def compile_connection(self) -> None:
+        """Compiles what `connect` runs."""
+        self.compile((_SIGNAL,))
 
     def compile(self, ops: tuple[Op, ...]) -> None:
         """Compiles the program for these operations, unless it is compiled already."""
-        if ops in self._programs:
-            return
+        with self._lock:
+            if ops not in self._programs:
+                self._programs[ops] = self._compiled(ops)
+
+    def _compiled(self, ops: tuple[Op, ...]) -> Any:
         while len(self._programs) >= _MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         results = [block for op in ops for block in op.outputs(len(self._mesh.devices))]
@@ -183,7 +199,7 @@ class Exchange:
         ]
         reusable = tuple(at for at, op in enumerate(ops) if op.uses_up_operand)
         with mesh_lib.scope(self._mesh):
-            self._programs[ops] = jax.jit(body, donate_argnums=reusable).lower(*arguments).compile()
+            return jax.jit(body, donate_argnums=reusable).lower(*arguments).compile()
 
     def connect(self) -> None:
         """Opens the communicators by a sum over one element, and waits for it.
@@ -193,11 +209,12 @@ class Exchange:
         """
         self._run_on_zeros(_SIGNAL)
 
-    def connect_all(self) -> None:
-        """Does the same, also for moves between any two devices of the table."""
+    def connect_moves(self, sums: bool) -> None:
+        """Does the same for moves between any two devices of the table and, if asked, for sums along its columns."""
         rows, columns = self._mesh.devices.shape
         ring = tuple((at, (at + 1) % self._mesh.size) for at in range(self._mesh.size))
-        self._run_on_zeros(RelayOp(_SIGNAL.block, ring, tuple(range(columns)) if rows > 1 else (), self._mesh.size))
+        senders = tuple(range(columns)) if sums and rows > 1 else ()
+        self._run_on_zeros(RelayOp(_SIGNAL.block, ring, senders, self._mesh.size))
 
     def _run_on_zeros(self, op: Op) -> None:
         self.compile((op,))

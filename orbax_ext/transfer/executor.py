@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import mesh as mesh_lib
-from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Group, Leaf
-from orbax_ext.request import LeafRequest, Request
+from orbax_ext.request import Request
 from orbax_ext.transfer import reading
+from orbax_ext.transfer.assembly import Assembly
 from orbax_ext.transfer.blocks import DeviceBlocks
-from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, is_local, make_carrier
-from orbax_ext.transfer.collectives import Exchange, exchange_among
-from orbax_ext.transfer.programs import Assembler, Words, make_assembler
+from orbax_ext.transfer.boxes import HostBlocks, ReadItem
+from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
+from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
+from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax
+from orbax_ext.transfer.programs import run_in_thread
+from orbax_ext.transfer.reading import Blocks
+from orbax_ext.transfer.release import release
+from orbax_ext.upstream import runtime
 from orbax_ext.upstream.array_handler import without_array_metadata
 
 T = TypeVar("T")
@@ -35,88 +38,106 @@ class Executor:
     """
 
     def __init__(
-        self, handler: type_handlers.ArrayHandler, request: Request, leaves: Sequence[Leaf], limit: float
+        self,
+        handler: type_handlers.ArrayHandler,
+        request: Request,
+        leaves: Sequence[Leaf],
+        limit: float,
+        through_orbax: set[str] | None = None,
     ) -> None:
-        """`leaves` are those of the plan, slices included."""
-        self._handler = handler
+        """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`."""
         self._reader = without_array_metadata(handler)  # leaves in groups are never typed PRNG keys
-        self._request = request
         self._leaves = PlannedLeaves(request, leaves)
         self._limit = limit
-        self._assembly = _Assembly(self._leaves)
+        self._assembly = Assembly(request, self._leaves)
+        self._note_through_orbax = NoteThroughOrbax(self._leaves, set() if through_orbax is None else through_orbax)
+        self._direct = DirectReads(handler, self._leaves, self._assembly, limit, self._note_through_orbax)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
         # Held here, because `exchange_among` keeps only those that were used last.
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
+    def is_compiled(self, groups: Sequence[Group]) -> bool:
+        """Returns whether an earlier restore has compiled the exchanges of these groups."""
+        return all(self._exchange(group).is_compiled(self._ops(group)) for group in groups)
+
     async def compile(self, groups: Sequence[Group]) -> None:
-        def compile_all() -> None:
+        """Compiles all that these groups need; stops between two groups if it is cancelled."""
+        given_up = threading.Event()
+        try:
+            await self._in_thread(functools.partial(self.compile_now, groups, given_up))
+        finally:
+            given_up.set()
+
+    def compile_now(self, groups: Sequence[Group], given_up: threading.Event | None = None) -> None:
+        """Compiles all that these groups need, in this thread. Later restores find it compiled."""
+        with runtime.every_program_cached():
             for group in groups:
-                carriers = self._carriers(group)
-                self._exchange(group).compile(tuple(carrier.op for carrier in carriers))
+                if given_up is not None and given_up.is_set():
+                    return
+                carriers, exchange = self._carriers(group), self._exchange(group)
+                exchange.compile_connection()
+                exchange.compile(tuple(carrier.op for carrier in carriers))
                 for carrier in carriers:
                     carrier.compile()
-                self._assembly.compile(group.leaves)
-
-        await self._in_thread(compile_all)
+                self._assembly.compile(group)
 
     async def connect(self, groups: Sequence[Group]) -> None:
         """Opens the communicators of these groups."""
         for exchange in dict.fromkeys(map(self._exchange, groups)):
             await self._in_thread(exchange.connect)
 
-    async def read(self, group: Group) -> list[DeviceBlocks]:
-        """Reads and returns this process's contribution to an exchange, for each bundle of the group."""
+    def reads(self, group: Group) -> list[ReadItem]:
+        """Returns what this process reads for an exchange."""
+        return [item for carrier in self._carriers(group) for item in carrier.reads()]
+
+    async def read(self, group: Group, held: Mapping[int, HostBlocks] | None = None) -> list[DeviceBlocks]:
+        """Reads and returns this process's contribution to an exchange, for each bundle of the group.
+
+        `held` are blocks that were read before.
+        """
         carriers = self._carriers(group)
         items = [item for carrier in carriers for item in carrier.reads()]
-        arrays = await reading.read(self._reader, items)
+        read = await reading.read_blocks(self._reader, items, held)
+        self._note_through_orbax(item.index for item in items if not reading.on_host(read[item.index]))
 
         def contributions() -> list[DeviceBlocks]:
-            read = reading.as_blocks(arrays, items)
-            return [carrier.contribution(read) for carrier in carriers]
+            return reading.placed([carrier.contribution(read) for carrier in carriers])
 
         return await self._in_thread(contributions)
 
     async def read_whole(self, group: Group) -> dict[int, jax.Array]:
-        """Reads a group as plain Orbax does, without an exchange; returns the leaves that are complete with it."""
-        leaves = [index for index in group.leaves if self._leaves.leaves[index].slice is None]
-        sliced = [index for index in group.leaves if self._leaves.leaves[index].slice is not None]
-        items = [self._whole_item(index) for index in sliced]
-        whole, arrays = await asyncio.gather(self._read_arrays(self._reader, leaves), reading.read(self._reader, items))
+        """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete."""
+        return await self._direct.read_own(group.leaves)
 
-        def complete() -> dict[int, jax.Array]:
-            arrived: dict[int, DeviceBlocks] = {
-                index: {shard.device: shard.data for shard in array.addressable_shards}
-                for index, array in zip(sliced, arrays, strict=True)
-            }
-            return self._completed_by(arrived)
+    async def read_direct(self, leaves: Collection[int], held: Mapping[int, HostBlocks]) -> dict[int, jax.Array]:
+        """Reads all that this process holds of some leaves, except those whose blocks are `held`."""
+        return await self._direct.read(leaves, held)
 
-        return whole | (await self._in_thread(complete) if sliced else {})
+    def share_bytes(self, group: Group) -> int:
+        """Returns the bytes that this process reads of a group that travels."""
+        items = self.reads(group)
+        return sum(math.prod(i.block.shape) * i.leaf.itemsize * len(i.sharding.addressable_devices) for i in items)
 
-    async def read_direct(self, leaves: Collection[int]) -> dict[int, jax.Array]:
-        """Reads leaves as plain Orbax does."""
-        return await self._read_arrays(self._handler, leaves)
+    def extend(self, leaves: Sequence[Leaf]) -> None:
+        """Takes slices that were added to the plan."""
+        self._leaves.leaves = leaves
 
-    async def _read_arrays(self, handler: type_handlers.ArrayHandler, leaves: Collection[int]) -> dict[int, jax.Array]:
-        if not leaves:
-            return {}
-        requests = [self._request.leaf_requests[leaf] for leaf in leaves]
-        infos, args = [request.info for request in requests], [request.arg for request in requests]
-        arrays = await type_handlers.ArrayHandler.deserialize(handler, infos, args)
-        return dict(zip(leaves, arrays, strict=True))
+    def start_exchange(
+        self, group: Group, contributions: list[DeviceBlocks] | None
+    ) -> asyncio.Future[dict[int, jax.Array]]:
+        """Starts an exchange; the future has the leaves that it completes. `contributions` is emptied.
 
-    def _whole_item(self, index: int) -> reading.ReadItem:
-        """Returns what this process reads of a slice if the slice does not travel: the rows of all its devices."""
-        request = self._leaves.request(index)
-        sharding = mesh_lib.replica_sharding(request.sharding, request.sharding.mesh)
-        return reading.ReadItem(index, request, self._leaves.leaves[index], sharding, self._leaves.block(index))
-
-    def start_exchange(self, group: Group, contributions: list[DeviceBlocks]) -> asyncio.Future[dict[int, jax.Array]]:
-        """Starts an exchange; the future has the leaves that it completes. `contributions` is emptied."""
+        None stands for those of a process that has not read its share.
+        """
         carriers = self._carriers(group)
 
         def exchange() -> list[DeviceBlocks]:
-            received = self._exchange(group).run(tuple(carrier.op for carrier in carriers), contributions)
-            contributions.clear()
+            operands = contributions
+            if operands is None:
+                operands = reading.placed([carrier.contribution({}) for carrier in carriers])
+            release(self._leaves.request(index).arg for index in group.leaves)
+            received = self._exchange(group).run(self._ops(group), operands)
+            operands.clear()
             jax.block_until_ready([list(blocks.values()) for blocks in received])
             return received
 
@@ -124,19 +145,15 @@ class Executor:
             outputs = iter(await self._in_thread(exchange))
 
             def complete() -> dict[int, jax.Array]:
-                received: dict[int, DeviceBlocks] = {}
+                received: dict[int, Blocks] = {}
                 for carrier in carriers:
                     received.update(carrier.received(outputs))
-                return self._completed_by(received)
+                arrived = {leaf: blocks for leaf, blocks in received.items() if leaf not in group.dropped}
+                return self._assembly.completed_by(arrived, group.later)
 
             return await self._in_thread(complete)
 
         return asyncio.ensure_future(finish())
-
-    def _completed_by(self, arrived: dict[int, DeviceBlocks]) -> dict[int, jax.Array]:
-        """Returns the leaves that are complete with leaves and slices that have arrived."""
-        requests, whole = self._request.leaf_requests, self._assembly.add(arrived)
-        return {leaf: hand_over(requests[leaf], blocks) for leaf, blocks in whole.items()}
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await run_in_thread(function, self._limit)
@@ -145,76 +162,11 @@ class Executor:
         replicas = self._replicas_of(group.mesh, group.axes)
         return [make_carrier(bundle, self._leaves, replicas) for bundle in group.bundles]
 
+    def _ops(self, group: Group) -> tuple[Op, ...]:
+        return tuple(carrier.op for carrier in self._carriers(group))
+
     def _exchange(self, group: Group) -> Exchange:
         key = (group.mesh, group.axes)
         if key not in self._exchanges:
             self._exchanges[key] = exchange_among(self._replicas_of(*key).table)
         return self._exchanges[key]
-
-
-async def run_in_thread(function: Callable[[], T], limit: float) -> T:
-    """Calls a function that runs programs in a thread, for at most `limit` seconds."""
-    wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
-
-    @functools.wraps(function)
-    def call() -> T:
-        with jax.enable_x64(wide):
-            return function()
-
-    return await in_thread(call, limit=limit)
-
-
-def hand_over(request: LeafRequest, blocks: DeviceBlocks) -> jax.Array:
-    """Returns the array with exactly the sharding and memory kind asked for, around the buffers that arrived."""
-    kind = request.sharding.memory_kind
-    buffers = [
-        data
-        if kind is None or kind == device.default_memory().kind
-        else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
-        for device, data in blocks.items()
-    ]
-    return jax.make_array_from_single_device_arrays(request.leaf.shape, request.sharding, buffers)
-
-
-class _Assembly:
-    """Leaves of which not all slices have arrived."""
-
-    def __init__(self, leaves: PlannedLeaves) -> None:
-        self._leaves = leaves
-        self._lock = threading.Lock()  # slices arrive from exchanges and from direct reads, in different threads
-        self._begun: dict[int, Words] = {}
-        self._missing = Counter(leaf.slice.leaf for leaf in leaves.leaves if leaf.slice is not None)
-
-    def compile(self, arriving: Sequence[int]) -> None:
-        for index in arriving:
-            if self._leaves.leaves[index].slice is not None:
-                self._assembler(index)
-
-    def add(self, arrived: dict[int, DeviceBlocks]) -> dict[int, DeviceBlocks]:
-        """Takes leaves and slices that have arrived; returns the leaves that are complete with them."""
-        with self._lock:
-            return self._add(arrived)
-
-    def _add(self, arrived: dict[int, DeviceBlocks]) -> dict[int, DeviceBlocks]:
-        complete: dict[int, DeviceBlocks] = {}
-        for index, blocks in arrived.items():
-            rows = self._leaves.leaves[index].slice
-            if rows is None:
-                complete[index] = blocks
-                continue
-            assembler = self._assembler(index)
-            whole = self._begun.pop(rows.leaf, None)
-            whole = assembler.place(assembler.begin() if whole is None else whole, rows, blocks)
-            self._missing[rows.leaf] -= 1
-            if self._missing[rows.leaf]:
-                self._begun[rows.leaf] = whole
-            else:
-                complete[rows.leaf] = assembler.finish(whole)
-        return complete
-
-    def _assembler(self, index: int) -> Assembler:
-        rows = self._leaves.leaves[index].slice
-        assert rows is not None
-        mesh = self._leaves.request(index).sharding.mesh
-        here = tuple(device for device in mesh.devices.flat if is_local(device))
-        return make_assembler(self._leaves.block(rows.leaf), self._leaves.block(index), rows.dim, here)

@@ -23,9 +23,12 @@ from orbax_ext.redact import redact
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.storage.checkpoint import digest_files
 from orbax_ext.storage.checkpoint.arrays import stored_chunks
-from orbax_ext.transfer import reading
+from orbax_ext.transfer import boxes, reading
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
-from orbax_ext.upstream.array_handler import read_view, without_array_metadata
+from orbax_ext.transfer.boxes import ReadItem
+from orbax_ext.transfer.programs import run_in_thread
+from orbax_ext.upstream.array_handler import without_array_metadata
+from orbax_ext.upstream.stored_arrays import read_view
 
 _AT_A_TIME = 64  # leaves; more gain nothing, and each has a few buffers
 _LONGEST = 300  # characters of an error in a log line
@@ -34,7 +37,8 @@ _LONGEST = 300  # characters of an error in a log line
 class LocalBlocks:
     """The blocks that this process has in its local checkpoint, and those that it has loaded onto its devices.
 
-    `stored` are descriptions of the leaves in persistent storage, from which gaps are read.
+    `stored` are descriptions of the leaves in persistent storage, from which gaps are read. `limit` is in seconds, for
+    putting a leaf onto the devices.
     """
 
     def __init__(
@@ -43,13 +47,15 @@ class LocalBlocks:
         request: Request,
         tables: Mapping[int, Columns],
         stored: Sequence[Any],
+        limit: float,
     ) -> None:
+        self._limit = limit
         self._reader = without_array_metadata(handler)
         self._requests = request.leaf_requests
         self._tables = tables
         self._stored = stored
         self._local: Sequence[Any] = ()
-        self._records: Mapping[str, Any] = {}
+        self._digests: digest_files.StoredDigests | None = None
         self._damaged: list[str] = []  # one text for each leaf that can't be read
         self._untold: set[int] = set()  # leaves that can't be read, which the other processes do not know yet
         # For each leaf and each of this process's devices in its table, a column or ABSENT: the block that the device
@@ -72,7 +78,7 @@ class LocalBlocks:
                 _short(error),
             )
             return
-        self._records = await in_thread(_digests, directory)
+        self._digests = await in_thread(_stored_digests, directory)
 
     async def load(self, leaves: Iterable[int], gaps: Mapping[int, Mapping[int, int]]) -> None:
         """Loads what is there of some leaves, and from storage those of their gaps that fall to this process.
@@ -121,8 +127,8 @@ class LocalBlocks:
         request = dataclasses.replace(self._requests[index], info=self._local[index])
         self.present[index] = (ABSENT,) * len(columns)  # it is loaded once, or found to be damaged
         try:
-            if request.leaf.name in self._records:
-                await in_thread(_check_digest, request.info, self._records[request.leaf.name])
+            if self._digests is not None and request.leaf.name in self._digests.leaves:
+                await in_thread(_check_digest, request.info, self._digests)
             blocks = await self._load(index, columns, request)
         except Exception as error:
             self._damaged.append(f"{request.leaf.name} ({_short(error)})")
@@ -148,7 +154,9 @@ class LocalBlocks:
         if all(column == position % table.count for column, position in zip(columns, positions, strict=True)):
             # In the devices' own memory, from which blocks travel.
             sharding = mesh_lib.replica_sharding(request.sharding, request.sharding.mesh)
-            items = [reading.ReadItem(index, request, leaf, sharding, Block(leaf.block, jnp.dtype(leaf.dtype)))]
+            items = [ReadItem(index, request, leaf, sharding, Block(leaf.block, jnp.dtype(leaf.dtype)))]
+            if leaf.shape and (fetched := await boxes.fetch(self._reader, items)):
+                return (await run_in_thread(lambda: reading.placed([fetched[index]]), self._limit))[0]
             (array,) = await reading.read(self._reader, items)
             return {shard.device: shard.data for shard in array.addressable_shards}
         devices = request.sharding.mesh.devices.ravel()[table.table.ravel()[positions]]
@@ -184,17 +192,20 @@ def _short(error: BaseException) -> str:
     return redact(str(error))[:_LONGEST]
 
 
-def _digests(directory: epath.Path) -> Mapping[str, Any]:
-    """Returns the digests stored beside a local checkpoint, by leaf name; none where they can't be read."""
+def _stored_digests(directory: epath.Path) -> digest_files.StoredDigests | None:
+    """Returns the digests stored beside a local checkpoint; None where they can't be read."""
     try:
-        return digest_files.load(directory) or {}
+        return digest_files.load(directory)
     except (OSError, ValueError, KeyError):
-        return {}
+        return None
 
 
-def _check_digest(info: Any, record: Mapping[str, Any]) -> None:
-    found = digest_files.digest_of(info.parent_dir, info.name)
+def _check_digest(info: Any, stored: digest_files.StoredDigests) -> None:
+    found, digest = (
+        digest_files.digest_of(info.parent_dir, info.name, stored.version),
+        stored.leaves[info.name]["digest"],
+    )
     if isinstance(found, str):
         raise ValueError(found)
-    if found["digest"] != record["digest"]:
-        raise ValueError(f"its digest is {found['digest']}, not {record['digest']} as stored beside the checkpoint")
+    if found["digest"] != digest:
+        raise ValueError(f"its digest is {found['digest']}, not {digest} as stored beside the checkpoint")

@@ -9,13 +9,15 @@ from typing import Self
 import jax
 
 from orbax_ext.plan.holders import Columns, LocalPlan
-from orbax_ext.plan.memory import AHEAD
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
 from orbax_ext.transfer.local_blocks import LocalBlocks
 from orbax_ext.transfer.rates import Stopwatch
 from orbax_ext.transfer.read_ahead import ReadAhead, abandon, both
 from orbax_ext.transfer.relays import RelayExecutor
+
+_AHEAD = 0  # groups that are loaded beyond the next one: more would take the cores from the group that travels
+_TRAVELLING = 1  # groups that may be on their way when all meet for the next one
 
 
 class LocalPipeline:
@@ -42,8 +44,8 @@ class LocalPipeline:
         self._gaps = gaps
         self._recorder = recorder
         self._executor = RelayExecutor(request, tables, limit)
-        self._reading = ReadAhead(self._load_group, AHEAD["spread"], Stopwatch())
-        self._under_way: asyncio.Future[dict[int, jax.Array]] | None = None
+        self._reading = ReadAhead(self._load_group, _AHEAD, Stopwatch())
+        self._under_way: list[asyncio.Future[dict[int, jax.Array]]] = []  # exchanges, in the order of the groups
         self._arrays: dict[int, jax.Array] = {}
 
     def __enter__(self) -> Self:
@@ -51,10 +53,10 @@ class LocalPipeline:
 
     def __exit__(self, *error: object) -> None:
         self._reading.give_up(0)
-        if self._under_way is not None:
-            abandon(self._under_way)
+        for exchange in self._under_way:
+            abandon(exchange)
         # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
-        self._arrays, self._under_way = {}, None
+        self._arrays, self._under_way = {}, []
 
     async def connect(self) -> None:
         """Opens communicators while all processes are together, and begins to load the first groups."""
@@ -63,9 +65,12 @@ class LocalPipeline:
         await both(connecting, self._compile(0))
 
     async def load(self, number: int) -> None:
-        """Loads a group and compiles its program, and meanwhile finishes the exchange before it."""
+        """Loads a group and compiles its programs.
+
+        Meanwhile the group before it travels, so that the link is not idle while all meet and start this one.
+        """
         self._reading.begin(number + 1 + self._reading.ahead, len(self._plan.groups))
-        await both(self._reading.task(number), both(self._compile(number), self._finish_exchange()))
+        await both(self._reading.task(number), both(self._compile(number), self._finish_exchanges(_TRAVELLING)))
         self._reading.take(number)
 
     def start_exchange(self, number: int, damaged: Collection[int]) -> None:
@@ -73,12 +78,12 @@ class LocalPipeline:
         group = self._plan.groups[number].without(damaged)
         if group.relays:
             exchange = asyncio.ensure_future(self._executor.exchange(group, self._blocks.blocks))
-            self._under_way = self._recorder.follow("exchange", exchange, group=self._first + number)
+            self._under_way.append(self._recorder.follow("exchange", exchange, group=self._first + number))
 
     async def finish(self) -> None:
-        """Waits for the last exchange, and meanwhile loads the leaves that every process has."""
+        """Waits for the last exchanges, and meanwhile loads the leaves that every process has."""
         with self._recorder.span("read"):
-            await both(self._blocks.load(self._plan.complete, {}), self._finish_exchange())
+            await both(self._blocks.load(self._plan.complete, {}), self._finish_exchanges(0))
 
     def hand_over(self, damaged: Collection[int]) -> dict[int, jax.Array]:
         """Returns all leaves but those that are damaged somewhere or travel with such a leaf."""
@@ -94,7 +99,8 @@ class LocalPipeline:
     async def _compile(self, number: int) -> None:
         await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))
 
-    async def _finish_exchange(self) -> None:
-        if self._under_way is not None:
-            self._arrays |= await self._under_way
-            self._under_way = None
+    async def _finish_exchanges(self, left: int) -> None:
+        """Waits for the oldest exchanges, until at most `left` are under way."""
+        while len(self._under_way) > left:
+            self._arrays |= await self._under_way[0]
+            del self._under_way[0]

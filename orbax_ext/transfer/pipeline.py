@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 from orbax.checkpoint import type_handlers
 
+from orbax_ext.meeting.protocol import TOOK
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan
-from orbax_ext.plan.boundary import Ends, Progress, bytes_of_groups, next_boundary
-from orbax_ext.plan.memory import AHEAD
+from orbax_ext.plan.boundary import Progress, bytes_of_groups, next_boundary, seconds_direct
+from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
-from orbax_ext.transfer.blocks import DeviceBlocks
+from orbax_ext.transfer.compiling import Compiling
 from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.rates import LinkRates
-from orbax_ext.transfer.read_ahead import BackReads, ReadAhead, abandon, both
+from orbax_ext.transfer.read_ahead import abandon
+from orbax_ext.transfer.reads import Reads
+from orbax_ext.transfer.take_overs import TakeOvers
 
 
 class Pipeline:
-    """Reads and exchanges group by group from the front, and reads other leaves directly. It owns the plan.
+    """Reads and exchanges group by group from the front, and reads other leaves directly.
 
     For strategy `auto` it also reads groups from the back directly, and the boundary between the two moves.
     Used in a `with` block, at the end of which it gives up what is still under way.
@@ -36,22 +40,36 @@ class Pipeline:
         plan: RestorePlan,
         recorder: Recorder,
         options: Options,
+        arrived: Callable[[Mapping[int, jax.Array]], None] | None = None,
     ) -> None:
-        self.plan = plan
-        self.ends = Ends(0, len(plan.groups))
-        self.connected = False
+        """`arrived` is called with arrays, by index of their leaf, as soon as they are complete."""
+        self.course = Course(plan, request.mesh_infos)
         self.boundary_moves = options.strategy == "auto"
+        self.done = False  # everything is there, on all processes
         self._request = request
         self._recorder = recorder
-        self._executor = Executor(handler, request, plan.leaves, options.stall_timeout)
+        self._strict = options.strict_readers
+        self._arrived = arrived or (lambda arrays: None)
+        self._executor = Executor(handler, request, plan.leaves, options.stall_timeout, recorder.through_orbax)
         self._bytes = bytes_of_groups(plan, request.mesh_infos, jax.process_count()) if self.boundary_moves else []
         self._rates = LinkRates(self._bytes)
-        self._reading = ReadAhead(self._read_share, AHEAD[plan.strategy], self._rates.storage_busy)
-        self._back = BackReads(self._read_directly, self._rates.storage_busy)
-        self._direct: asyncio.Future[dict[int, jax.Array]] | None = None
-        self._preparing: asyncio.Future[None] | None = None
-        self._began = time.monotonic()
-        self._read_at_meeting = (0, 0)  # `_read_so_far` at the last meeting
+        self._take_overs = TakeOvers(self.course, recorder)
+        self._held = taking().claim(request, plan)  # what was read before this restore began
+        self._reads = Reads(
+            self._executor,
+            self.course,
+            recorder,
+            self._rates.storage_busy,
+            reason=self._take_overs.reason,
+            held=self._held,
+            arrived=self._arrived,
+        )
+        self.ask = self._reads.ask  # the others do not want to wait any longer for what this process reads
+        self._compiling = Compiling(self._executor, self.course, recorder, may_be_needless=self.boundary_moves)
+        self._patience: float | None = None  # seconds for compiling, after which it is better to read all directly
+        self._connected: set[tuple[int, tuple[str, ...]]] = set()
+        self._began = self._began_phase = time.monotonic()
+        self._read_at_meeting = (0, 0)  # `Reads.so_far` at the last meeting
         self._arrays: dict[int, jax.Array] = {}
         self._under_way: asyncio.Future[None] | None = None
 
@@ -59,156 +77,207 @@ class Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._reading.give_up(0)
-        self._back.give_up()
-        for task in (self._direct, self._under_way, self._preparing):
-            if task is not None:
-                abandon(task)
+        self._reads.give_up()
+        self._compiling.give_up()
+        if self._under_way is not None:
+            abandon(self._under_way)
         # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
-        self._arrays, self._direct, self._under_way = {}, None, None
+        self._arrays, self._under_way = {}, None
 
     @property
-    def groups_left(self) -> bool:
-        """Whether a group has not begun to travel and is not read directly."""
-        return self.ends.front < self.ends.back
+    def phase(self) -> str:
+        """What is read next, for messages."""
+        if not self.course.groups_left:
+            return "hand over"
+        return f"read group {self.course.order[self.course.ends.front] + 1} of {len(self.course.plan.groups)}"
+
+    @property
+    def connected(self) -> bool:
+        """Whether all groups that will travel have their communicators."""
+        return self._kinds() <= self._connected
 
     async def connect(self) -> None:
         """Opens communicators while all processes are together; reads go on meanwhile.
 
         A communicator that is opened later gives a late reader little time (google/orbax #3181).
         """
-        self._reading.begin(1 + self._reading.ahead, self.ends.back)
-        await self._recorder.timed("connect", self._executor.connect(self.plan.groups[: self.ends.back]))
-        self.connected = True
+        ends = self.course.ends
+        self._reads.begin()
+        groups = [self.course.group(place) for place in range(ends.front, ends.back)]
+        await self._recorder.timed("connect", self._executor.connect(groups))
+        self._connected |= self._kinds()
 
     async def read(self) -> None:
         """Reads this process's share of the next group, and meanwhile finishes the exchange before it.
 
-        Ends when the group's exchange can begin. If the boundary moves, it also ends when all is read that may be read:
-        then there is time to move it.
+        Ends when the group's exchange can begin, or when it is known that others have to read the share. If the
+        boundary moves, it also ends when all is read that may be read: then there is time to move it. If no group is
+        left, waits for all that is read directly.
         """
-        self._begin()
-        self._begin_direct_after_groups()
-        ready, everything = map(asyncio.ensure_future, (_ended(self._awaited), self._read_everything()))
-        try:
-            if self.boundary_moves:
-                await asyncio.wait([ready, everything], return_when=asyncio.FIRST_COMPLETED)
-                if everything.done() and not ready.done() and self._read_so_far != self._read_at_meeting:
-                    return everything.result()
-            await ready
-        finally:
-            abandon(ready)
-            abandon(everything)
+        self._began_phase, alone = time.monotonic(), self._take_overs.alone
+        if not self.course.groups_left:
+            self._reads.begin_direct()
+            await self._reads.first_of(self._everything_arrived(), waits_alone=alone)
+            if self._strict:
+                self._reads.back.raise_errors()
+            return
+        self._reads.begin()
+        self._compiling.begin()
+        if self._reads.is_stuck and not alone:
+            return  # the others know already: they need not wait for it once more
+        prepared = self._prepared
+        awaited: list[asyncio.Future[Any]] = [self._reads.share, *prepared]
+        works = [_ended(awaited, awaited if self._strict else prepared)]
+        if self.boundary_moves:
+            works.append(self._reads.everything_read(self._read_at_meeting, strict=self._strict))
+            if self._patience is not None:
+                works.append(self._patience_ends(self._began + self._patience))
+        await self._reads.first_of(*works, waits_alone=alone)
 
     def progress(self) -> dict[str, Any]:
         """Returns what this process tells the others at a meeting."""
+        reads, shares = self._reads, self._reads.shares
+        if not self.course.groups_left:
+            lacks = reads.back.lacking
+            error = next(iter(reads.back.failed.values()), None)
+            share = Share(
+                reads.upto, shares.rate, late=bool(lacks), failed=self._take_overs.failure(error), lacks=lacks
+            )
+            return {TOOK: round(time.monotonic() - self._began_phase, 3), **share.to_json()}
+        late = not reads.share.done()
+        error = None if late else reads.share.exception()
+        share = Share(reads.upto, shares.rate, late=late, failed=self._take_overs.failure(error))
+        took = shares.took.get(self.course.ends.front, 0.0)
+        told = {TOOK: round(took, 3), **share.to_json()}
         if not self.boundary_moves:
-            return {}
-        self._read_at_meeting = self._read_so_far
-        return Progress(
-            begun=self._reading.begun,
-            direct=self._back.done,
-            ready=all(task.done() for task in self._awaited),
-            idle=self._reading.idle and self._back.idle,
+            return told
+        self._read_at_meeting = reads.so_far
+        progress = Progress(
+            begun=max(shares.begun, self._held.groups),
+            direct=reads.back.done,
+            ready=all(task.done() for task in self._prepared),
+            idle=shares.idle and reads.back.idle,
             waiting=time.monotonic() - self._began,
-            storage=self._rates.storage(self._reading.groups_done, self._back.done),
+            storage=self._rates.storage(self._held.others(shares.groups_done), reads.back.done),
             fabric=self._rates.fabric,
-        ).to_json()
+        )
+        return {**told, **progress.to_json()}
 
-    def agree(self, told: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Moves the boundary by what all processes have told; returns whether the next exchange begins."""
-        if not self.boundary_moves:
-            return True
-        progress = [Progress.from_json(one) for one in told.values()]
-        boundary = next_boundary(self._bytes, self.ends, progress)
-        if boundary < self.ends.back:
-            self._move(boundary)
-        return self.groups_left and all(one.ready for one in progress)
+    def agree(self, told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> bool:
+        """Decides by what all processes have told who reads what, and where the boundary is.
+
+        Returns whether the next exchange begins.
+        """
+        shares = {process: Share.from_json(one) for process, one in told.items()}
+        if not self.course.groups_left:
+            self._agree_on_the_rest(shares, hosts)
+            return False
+        front = self.course.ends.front
+        progress = {process: Progress.from_json(one) for process, one in told.items()} if self.boundary_moves else {}
+        ready = all(one.ready for process, one in progress.items() if shares[process].ready)
+        if ready and not all(share.ready for share in shares.values()):
+            added = self._take_overs.of_share(shares, hosts, self.phase)
+            if added is None:
+                return False
+            self._changed(added, added=True)
+            if not self._reads.share.done() or self._reads.share.exception() is not None:
+                self._reads.shares.drop_stuck(front)
+        self._take_overs.alone = False
+        self._changed(self.course.deal(shares))
+        if self.boundary_moves and not self.course.catching_up:
+            self._move_boundary([*progress.values()])
+        self._compiling.decide()
+        return ready and self.course.groups_left
 
     def start_exchange(self) -> None:
-        """Starts the next group's exchange; `read` of the group after it, or `finish`, waits for its end."""
-        number = self.ends.front
-        exchange = self._executor.start_exchange(self.plan.groups[number], self._reading.take(number))
-        finishing = asyncio.ensure_future(self._take_arrays(exchange, number))
+        """Starts the next group's exchange; `read` of the group after it, or of the rest, waits for its end."""
+        place = self.course.ends.front
+        group, number = self.course.group(place), self.course.order[place]
+        contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
+        exchange = self._executor.start_exchange(group, contributions)
+        finishing = asyncio.ensure_future(self._take_arrays(exchange, place))
         self._under_way = self._recorder.follow("exchange", finishing, group=number)
-        self.ends = Ends(number + 1, self.ends.back)
+        self.course.next()
+        self._reads.probe(number)
 
-    async def finish(self) -> list[jax.Array]:
-        """Waits for the last exchange and the direct reads; returns all arrays in the order of the request."""
-        self._begin_direct()
-        assert self._direct is not None
-        before = [] if self._under_way is None else [self._under_way]
-        (back, direct), _ = await both(both(self._back.arrays(), self._direct), asyncio.gather(*before))
-        arrays = self._arrays | back | direct
+    def arrays(self) -> list[jax.Array]:
+        """Returns all arrays in the order of the request, when everything is there."""
+        assert self._reads.direct is not None
+        arrays = self._arrays | self._reads.back.arrays() | self._reads.direct.result()
         return [arrays[index] for index in range(len(arrays))]
 
-    def _move(self, boundary: int) -> None:
-        front, back = self.ends.front, self.ends.back
-        if boundary == front:  # nothing travels any more: what was read for exchanges is not needed
-            self._recorder.unused(
-                sum(self._bytes[group].share for group in self._reading.groups_done if group >= front)
-            )
-            self._reading.give_up(front)
-        self.ends = Ends(front, boundary)
-        self._back.begin(range(back - 1, boundary - 1, -1))
-        plan = self.plan.divided(boundary)
-        self._recorder.planned(len(self._request.leaves), self._request.mesh_infos, plan)
+    def _agree_on_the_rest(self, shares: Mapping[int, Share], hosts: Mapping[int, str]) -> None:
+        lacking = {number for share in shares.values() for number in share.lacks}
+        added = self._take_overs.of_direct(shares, hosts, self.phase) if lacking else []
+        if added is not None:
+            self._changed(added, added=True)
+            self._reads.back.drop(lacking)
+            self.done = not lacking
 
-    def _begin(self) -> None:
-        """Begins to read what may be read, and to compile."""
-        self._reading.begin(self.ends.front + 1 + self._reading.ahead, self.ends.back)
-        if self._preparing is None:
-            compiling = self._executor.compile(self.plan.groups)
-            self._preparing = asyncio.ensure_future(self._recorder.timed("compile", compiling))
+    def _changed(self, numbers: Sequence[int], *, added: bool = False) -> None:
+        """Prepares groups that were added to the course, or dealt again."""
+        if not numbers and not added:
+            return
+        self._executor.extend(self.course.plan.leaves)
+        for number in sorted(numbers, key=self.course.order.index):
+            self._compiling.again(number)
+            if added and self.boundary_moves:
+                plan = self.course.only(number)
+                (counted,) = bytes_of_groups(plan, self._request.mesh_infos, jax.process_count())
+                self._bytes.insert(self.course.order.index(number), counted)
+        self._note_plan()
 
-    async def _read_share(self, number: int) -> list[DeviceBlocks]:
-        self._begin_direct_after_groups()
-        with self._recorder.span("read", group=number):
-            return await self._executor.read(self.plan.groups[number])
+    def _move_boundary(self, progress: Sequence[Progress]) -> None:
+        ends = self.course.ends
+        boundary = next_boundary(self._bytes, ends, progress)
+        self._patience = None
+        if boundary == ends.back:
+            if self._under_way is None and not all(one.ready for one in progress):
+                self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+            return
+        if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
+            read = self._held.others(self._reads.shares.groups_done)
+            self._recorder.unused(sum(self._bytes[group].share for group in read if group >= ends.front))
+            self._reads.shares.give_up(ends.front)
+        self._reads.back.begin(self.course.move_boundary(boundary))
+        self._note_plan()
 
-    async def _read_directly(self, number: int) -> dict[int, jax.Array]:
-        with self._recorder.span("read directly", group=number):
-            return await self._executor.read_whole(self.plan.groups[number])
+    async def _patience_ends(self, until: float) -> None:
+        """Waits until all is read that may be read, and until a time: then the others may as well read all directly."""
+        await self._reads.everything_read(None, strict=self._strict)
+        await asyncio.sleep(max(0.0, until - time.monotonic()))
 
-    async def _read_everything(self) -> None:
-        """Waits until all is read that may be read."""
-        while not (self._reading.idle and self._back.idle):
-            under_way: list[asyncio.Future[Any]] = [*self._reading.under_way, *self._back.under_way]
-            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-            self._reading.raise_errors()
-            self._back.raise_errors()
+    def _note_plan(self) -> None:
+        self._recorder.planned(len(self._request.leaves), self._request.mesh_infos, self.course.carried_out)
+
+    async def _everything_arrived(self) -> None:
+        """Waits for the last exchange and for all direct reads."""
+        assert self._reads.direct is not None
+        raised: list[asyncio.Future[Any]] = [self._reads.direct]
+        raised += [] if self._under_way is None else [self._under_way]
+        await _ended([*raised, *self._reads.back.under_way], raised)
 
     @property
-    def _read_so_far(self) -> tuple[int, int]:
-        return len(self._reading.groups_done), self._back.done
+    def _prepared(self) -> list[asyncio.Future[Any]]:
+        """What the next exchange waits for on this process, beside the share."""
+        before = [] if self._under_way is None else [self._under_way]
+        return [*self._compiling.of(self.course.order[self.course.ends.front]), *before]
 
-    @property
-    def _awaited(self) -> list[asyncio.Future[Any]]:
-        """What the next exchange waits for on this process."""
-        tasks = (self._reading.task(self.ends.front), self._preparing, self._under_way)
-        return [task for task in tasks if task is not None]
+    def _kinds(self) -> set[tuple[int, tuple[str, ...]]]:
+        ends = self.course.ends
+        groups = [self.course.group(place) for place in range(ends.front, ends.back)]
+        return {(group.mesh, group.axes) for group in groups}
 
-    async def _take_arrays(self, exchange: asyncio.Future[dict[int, jax.Array]], number: int) -> None:
+    async def _take_arrays(self, exchange: asyncio.Future[dict[int, jax.Array]], place: int) -> None:
         with self._rates.fabric_busy:
-            self._arrays |= await exchange
-        self._rates.exchanged(number + 1)
-
-    def _begin_direct_after_groups(self) -> None:
-        """Begins to read leaves that never travel once the last group is being read: then storage has room for them."""
-        if self._reading.begun >= self.ends.back:
-            self._begin_direct()
-
-    def _begin_direct(self) -> None:
-        async def read() -> dict[int, jax.Array]:
-            with self._rates.storage_busy, self._recorder.span("read"):
-                return await self._executor.read_direct(list(self.plan.direct))
-
-        if self._direct is None:
-            self._direct = asyncio.ensure_future(read())
+            arrays = await exchange
+        self._arrays |= arrays
+        self._arrived(arrays)
+        self._rates.exchanged(place + 1)
 
 
-async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Waits for tasks and raises their errors. Can be given up: that cancels none of them."""
+async def _ended(tasks: Sequence[asyncio.Future[Any]], raised: Sequence[asyncio.Future[Any]]) -> None:
+    """Waits for tasks and raises the errors of some. Can be given up: that cancels none of them."""
     await asyncio.wait(tasks)
-    for task in tasks:
+    for task in raised:
         task.result()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orbax_ext import mesh as mesh_lib
+from orbax_ext.meeting.threads import in_thread
 from orbax_ext.plan import Slice
 from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
+
+T = TypeVar("T")
 
 _EACH = P("device")
 _START = np.dtype(np.int32)
@@ -112,3 +116,15 @@ class Assembler:
 def make_assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> Assembler:
     """Returns an assembler that shares its programs for every leaf and restore."""
     return Assembler(whole, piece, dim, devices)
+
+
+async def run_in_thread(function: Callable[[], T], limit: float) -> T:
+    """Calls a function that runs programs in a thread, for at most `limit` seconds."""
+    wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
+
+    @functools.wraps(function)
+    def call() -> T:
+        with jax.enable_x64(wide):
+            return function()
+
+    return await in_thread(call, limit=limit)

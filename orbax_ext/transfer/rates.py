@@ -45,6 +45,11 @@ class LatestRate:
             self._seen.append((amount, seconds))
 
     @property
+    def seconds(self) -> float:
+        """How long these measurements have taken."""
+        return self._seen[-1][1] - self._seen[0][1]
+
+    @property
     def latest(self) -> float:
         """The amount per second; 0 before the first measurement."""
         (before, since), (amount, seconds) = self._seen[0], self._seen[-1]

@@ -26,9 +26,10 @@ class ReadAhead(Generic[R]):
         self.ahead = ahead
         self.begun = 0  # groups whose reading has begun
         self.groups_done: list[int] = []
+        self.took: dict[int, float] = {}  # seconds that each group took that is read
         self._read = read
         self._busy = busy
-        self._upto = 0  # groups whose reading may begin
+        self.upto = 0  # groups whose reading may begin
         self._at_a_time = 1  # until it is known how long one takes
         self._tasks: dict[int, asyncio.Future[R]] = {}
 
@@ -40,16 +41,20 @@ class ReadAhead(Generic[R]):
     @property
     def idle(self) -> bool:
         """Whether all groups are read that may be read."""
-        return self.begun >= self._upto and not self.under_way
+        return self.begun >= self.upto and not self.under_way
 
     def begin(self, upto: int, groups: int) -> None:
         """Begins to read groups up to a number, if there are so many."""
-        self._upto = max(self._upto, min(upto, groups))
+        self.upto = max(self.upto, min(upto, groups))
         self._go_on()
 
     def task(self, number: int) -> asyncio.Future[R]:
         """Returns the reading of a group that has begun and was not taken."""
         return self._tasks[number]
+
+    def has(self, number: int) -> bool:
+        """Returns whether a group is read or being read, and was neither taken nor dropped."""
+        return number in self._tasks
 
     def take(self, number: int) -> R:
         """Returns what was read of a group. Groups are taken in order, when they are read."""
@@ -59,15 +64,21 @@ class ReadAhead(Generic[R]):
         """Raises the error of a read that has failed, if there is one."""
         _raise_errors(self._tasks.values())
 
+    def drop(self, number: int) -> asyncio.Future[R]:
+        """Returns the reading of a group that nobody waits for any more; it goes on unless it is cancelled."""
+        task = self._tasks.pop(number)
+        self._go_on()
+        return task
+
     def give_up(self, number: int) -> None:
         """Drops what was read of a group and those after it."""
         for later in [group for group in self._tasks if group >= number]:
             abandon(self._tasks.pop(later))
         self.begun = min(self.begun, number)
-        self._upto = min(self._upto, number)
+        self.upto = min(self.upto, number)
 
     def _go_on(self) -> None:
-        while self.begun < self._upto and len(self.under_way) < self._at_a_time:
+        while self.begun < self.upto and len(self.under_way) < self._at_a_time:
             task = asyncio.ensure_future(self._timed(self.begun))
             task.add_done_callback(lambda _: self._go_on())
             self._tasks[self.begun] = task
@@ -78,6 +89,7 @@ class ReadAhead(Generic[R]):
         with self._busy:
             result = await self._read(number)
         self.groups_done.append(number)
+        self.took[number] = time.monotonic() - started
         if self._at_a_time == 1:
             asyncio.get_running_loop().call_later((time.monotonic() - started) / 2, self._read_two_at_a_time)
         return result
@@ -96,35 +108,51 @@ class BackReads(Generic[L, R]):
         self._read = read
         self._busy = busy
         self._two_at_a_time = asyncio.Semaphore(2)
-        self._tasks: list[asyncio.Future[dict[L, R]]] = []
+        self._tasks: dict[int, asyncio.Future[dict[L, R]]] = {}
 
     @property
     def under_way(self) -> list[asyncio.Future[dict[L, R]]]:
         """Reads that have not ended."""
-        return [task for task in self._tasks if not task.done()]
+        return [task for task in self._tasks.values() if not task.done()]
 
     @property
     def idle(self) -> bool:
         """Whether all groups are read that were begun."""
         return not self.under_way
 
+    @property
+    def failed(self) -> dict[int, BaseException]:
+        """The groups that could not be read."""
+        errors = {number: task.exception() for number, task in self._tasks.items() if task.done()}
+        return {number: error for number, error in errors.items() if error is not None}
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        """The groups that are not read, or could not be read."""
+        unread = {number for number, task in self._tasks.items() if not task.done()}
+        return tuple(sorted(unread | self.failed.keys()))
+
     def begin(self, numbers: Iterable[int]) -> None:
         """Begins to read groups, in this order."""
-        self._tasks += [asyncio.ensure_future(self._timed(number)) for number in numbers]
+        self._tasks |= {number: asyncio.ensure_future(self._timed(number)) for number in numbers}
 
-    async def arrays(self) -> dict[L, R]:
-        """Waits for all reads and returns what they have completed."""
-        results = await asyncio.gather(*self._tasks)
-        return {leaf: array for arrays in results for leaf, array in arrays.items()}
+    def arrays(self) -> dict[L, R]:
+        """Returns what was read."""
+        return {leaf: array for task in self._tasks.values() for leaf, array in task.result().items()}
 
     def raise_errors(self) -> None:
         """Raises the error of a read that has failed, if there is one."""
-        _raise_errors(self._tasks)
+        _raise_errors(self._tasks.values())
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Gives up groups that nobody waits for any more, as far as they are not read."""
+        for number in set(numbers) & set(self.lacking):
+            abandon(self._tasks.pop(number))
 
     def give_up(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             abandon(task)
-        self._tasks = []
+        self._tasks = {}
 
     async def _timed(self, number: int) -> dict[L, R]:
         async with self._two_at_a_time:

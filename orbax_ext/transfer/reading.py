@@ -1,37 +1,89 @@
-"""Reads leaves, and slices of leaves, through Orbax's own `ArrayHandler.deserialize`."""
+"""Reads leaves, and slices of leaves: with TensorStore alone, or through Orbax's own `ArrayHandler.deserialize`."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
 from orbax_ext.plan import Leaf
 from orbax_ext.request import LeafRequest
 from orbax_ext.storage.s3.errors import reads_explained
+from orbax_ext.transfer import boxes
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
-from orbax_ext.upstream.array_handler import read_view
+from orbax_ext.transfer.boxes import HostBlocks, ReadItem
+from orbax_ext.upstream.stored_arrays import deserialize, read_view
+
+Blocks = DeviceBlocks | HostBlocks  # a block for each of this process's devices: there, or still on the host
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadItem:
-    """One leaf, or a slice of one, that this process reads."""
+async def read_blocks(
+    handler: type_handlers.ArrayHandler, items: Sequence[ReadItem], held: Mapping[int, HostBlocks] | None = None
+) -> dict[int, Blocks]:
+    """Returns the block of every item for each of this process's devices, by the item's index.
 
-    index: int  # of the leaf or slice in the plan
-    request: LeafRequest  # of the whole leaf
-    leaf: Leaf  # the request's leaf, or a slice of it
-    sharding: NamedSharding  # to read it with
-    block: Block  # that it makes on each device
+    Those that are `held` need not be read.
+    """
+    held = held or {}
+    wanted = [item for item in items if item.index not in held]
+    if not wanted:
+        return {**held}
+    fetched = await boxes.fetch(handler, wanted)
+    others = [item for item in wanted if item.index not in fetched]
+    return {**held, **fetched, **as_blocks(await read(handler, others), others)}
+
+
+def placed(contributions: Sequence[Blocks]) -> list[DeviceBlocks]:
+    """Puts blocks that are on the host onto their devices, in one call: each costs more than a small block does."""
+    places = [(at, device) for at, blocks in enumerate(contributions) for device in blocks if _on_host(blocks[device])]
+    arrays = jax.device_put([contributions[at][device] for at, device in places], [device for _, device in places])
+    results: list[dict[jax.Device, Any]] = [dict(blocks) for blocks in contributions]
+    for (at, device), array in zip(places, arrays, strict=True):
+        results[at][device] = array
+    return [*results]
+
+
+def hand_over(request: LeafRequest, blocks: Blocks) -> jax.Array:
+    """Returns the array with exactly the sharding and memory kind asked for.
+
+    Buffers that have arrived on devices are wrapped; blocks on the host, all of them, are copied to their devices.
+    """
+    shape, sharding = request.leaf.shape, request.sharding
+    if on_host(blocks):
+        boxes_there = boxes.by_box(blocks, sharding, shape)
+
+        def block(index: Any) -> np.ndarray:
+            box = boxes.box_of(index, shape)
+            return boxes_there[box].reshape([end - first for first, end in box])
+
+        return jax.make_array_from_callback(shape, sharding, block)
+    kind = sharding.memory_kind
+    buffers = [
+        data
+        if kind is None or kind == device.default_memory().kind
+        else jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+        for device, data in blocks.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
+
+
+def on_host(blocks: Blocks) -> bool:
+    """Returns whether all blocks are still on the host."""
+    return all(map(_on_host, blocks.values()))
+
+
+def _on_host(block: Any) -> bool:
+    return isinstance(block, np.ndarray)
 
 
 async def read(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) -> list[jax.Array]:
-    """Reads this process's shards of every item."""
+    """Reads this process's shards of every item through Orbax."""
     whole = [item for item in items if item.leaf.slice is None]
     sliced = [item for item in items if item.leaf.slice is not None]
     arrays, *views = await asyncio.gather(_read_whole(handler, whole), *(_read_slice(handler, item) for item in sliced))
@@ -53,7 +105,7 @@ async def _read_whole(handler: type_handlers.ArrayHandler, items: Sequence[ReadI
     if not items:
         return []
     args = [_with_sharding(item.request.arg, item.sharding) for item in items]
-    return await type_handlers.ArrayHandler.deserialize(handler, [item.request.info for item in items], args)
+    return await deserialize(handler, [item.request.info for item in items], args)
 
 
 async def _read_slice(handler: type_handlers.ArrayHandler, item: ReadItem) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,8 +17,8 @@ from orbax_ext.transfer import packing
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.transfer.carriers import is_local
 from orbax_ext.transfer.collectives import Exchange, RelayOp, exchange_among
-from orbax_ext.transfer.executor import hand_over, run_in_thread
-from orbax_ext.transfer.reading import as_carried
+from orbax_ext.transfer.programs import run_in_thread
+from orbax_ext.transfer.reading import as_carried, hand_over, placed
 
 T = TypeVar("T")
 
@@ -28,36 +30,49 @@ class RelayExecutor:
         self._request = request
         self._tables = tables
         self._limit = limit
+        self._link = asyncio.Lock()  # held by the group that travels
+        self._zeros: dict[tuple[jax.Device, Block], jax.Array] = {}
 
     async def connect(self, groups: Sequence[RelayGroup]) -> None:
-        """Opens the communicators while all processes are together."""
+        """Opens the communicators that the groups need while all processes are together."""
         for exchange in dict.fromkeys(map(self._exchange, groups)):
-            await self._in_thread(exchange.connect_all)
+            sums = any(group.senders for group in groups if self._exchange(group) is exchange)
+            await self._in_thread(functools.partial(exchange.connect_moves, sums))
 
     async def compile(self, group: RelayGroup) -> None:
-        """Compiles the group's program, unless an earlier group or restore had the same one."""
+        """Compiles a program for each kind of relay, unless an earlier group or restore had the same one."""
 
-        def compile_one() -> None:
-            self._exchange(group).compile(self._ops(group))
+        def compile_all() -> None:
+            for relay in group.relays:
+                self._exchange(group).compile((self._op(group, relay),))
 
-        await self._in_thread(compile_one)
+        await self._in_thread(compile_all)
 
     async def exchange(self, group: RelayGroup, blocks: dict[int, DeviceBlocks]) -> dict[int, jax.Array]:
-        """Returns the group's leaves. Takes the blocks that this process has loaded of them out of `blocks`."""
+        """Returns the group's leaves. Takes the blocks that this process has loaded of them out of `blocks`.
 
-        def run() -> dict[int, jax.Array]:
-            self._exchange(group).compile(self._ops(group))  # unless it is compiled already
-            loaded = {leaf: dict(blocks.pop(leaf, {})) for leaf in group.leaves}
-            operands = [self._operand(group, relay, loaded) for relay in group.relays]
-            received = self._exchange(group).run(self._ops(group), operands)
-            operands.clear()
+        Groups may be under way together: the later one starts when the one before has arrived. JAX's CPU backend does
+        not start programs of one and of several local devices in the order in which they are called, and two that
+        share a communicator would take each other's data, or wait for each other for ever.
+        """
+        loaded = {leaf: dict(blocks.pop(leaf, {})) for leaf in group.leaves}
+
+        def start() -> list[DeviceBlocks]:
+            return [self._start(group, relay, loaded) for relay in group.relays]
+
+        def wait() -> None:
             jax.block_until_ready([list(output.values()) for output in received])
+
+        def finish() -> dict[int, jax.Array]:
             for relay, output in zip(group.relays, received, strict=True):
                 for leaf, arrived in self._unpacked(relay, output).items():
                     loaded[leaf] |= arrived
             return {leaf: self.hand_over(leaf, loaded[leaf]) for leaf in group.leaves}
 
-        return await self._in_thread(run)
+        async with self._link:
+            received = await self._in_thread(start)
+            await self._in_thread(wait)
+        return await self._in_thread(finish)
 
     def hand_over(self, leaf: int, blocks: DeviceBlocks) -> jax.Array:
         """Returns a leaf. Devices without a block get a copy from a device of this process that needs the same."""
@@ -70,6 +85,16 @@ class RelayExecutor:
         }
         return hand_over(request, complete)
 
+    def _start(self, group: RelayGroup, relay: Relay, loaded: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
+        """Starts to move one operand; returns the blocks that this process's devices receive."""
+        ops = (self._op(group, relay),)
+        (output,) = self._exchange(group).run(ops, [self._operand(group, relay, loaded)])
+        if group.senders:
+            return output
+        devices = self._devices(group).ravel()
+        receivers = {devices[receiver] for _, receiver in group.moves}
+        return {device: block for device, block in output.items() if device in receivers}
+
     def _operand(self, group: RelayGroup, relay: Relay, loaded: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
         """Returns what this process's devices hand in: what they have loaded, or zeros."""
         devices = self._devices(group)
@@ -80,24 +105,33 @@ class RelayExecutor:
         }
         if relay.words:
             leaves = self._request.leaves
-            return packing.pack(relay.pack, {device: 0 if have else 1 for device, have in has.items()}, loaded, leaves)
+            rows = {device: 0 if have else 1 for device, have in has.items()}
+            return placed([packing.Vectors(relay.pack, rows, leaves).filled(loaded)])[0]
         (leaf,) = relay.leaves
         block = self._block(relay)
-        zeros = np.zeros(block.carried_shape, block.carried_dtype)
         return {
-            device: as_carried(loaded[leaf][device], device, block) if have else jax.device_put(zeros, device)
+            device: as_carried(loaded[leaf][device], device, block) if have else self._nothing(device, block, group)
             for device, have in has.items()
         }
+
+    def _nothing(self, device: jax.Device, block: Block, group: RelayGroup) -> jax.Array:
+        """Returns zeros; the same for all leaves, unless the program uses them up."""
+        if (device, block) in self._zeros and not group.senders:
+            return self._zeros[device, block]
+        zeros = jax.device_put(np.zeros(block.carried_shape, block.carried_dtype), device)
+        if not group.senders:
+            self._zeros[device, block] = zeros
+        return zeros
 
     def _unpacked(self, relay: Relay, output: DeviceBlocks) -> dict[int, DeviceBlocks]:
         if not relay.words:
             return {relay.leaves[0]: output}
         blocks = {leaf: _block(self._request, leaf) for leaf in relay.leaves}
-        return packing.unpack(relay.pack, output, blocks, self._request.leaves)
+        unpacked = packing.unpack(relay.pack, output, blocks, self._request.leaves)
+        return dict(zip(unpacked, placed([*unpacked.values()]), strict=True))
 
-    def _ops(self, group: RelayGroup) -> tuple[RelayOp, ...]:
-        devices = self._devices(group).size
-        return tuple(RelayOp(self._block(relay), group.moves, group.senders, devices) for relay in group.relays)
+    def _op(self, group: RelayGroup, relay: Relay) -> RelayOp:
+        return RelayOp(self._block(relay), group.moves, group.senders, self._devices(group).size)
 
     def _block(self, relay: Relay) -> Block:
         return Block((relay.words,), jnp.dtype("uint32")) if relay.words else _block(self._request, relay.leaves[0])

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypedDict
 
 import jax
 import orbax.checkpoint as ocp
-import tensorstore
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.metadata import array_metadata as array_metadata_lib
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.serialization import (
     jax_array_restore_args,
-    serialization,
     tensorstore_utils,
     type_handler_registry,
 )
@@ -166,77 +161,3 @@ def without_array_metadata(handler: type_handlers.ArrayHandler) -> type_handlers
     reader = copy.copy(handler)
     reader._array_metadata_store = None
     return reader
-
-
-async def open_arrays(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tensorstore.TensorStore]:
-    """Opens stored arrays, to learn their shapes and dtypes. Does not read the file of shardings."""
-    return await asyncio.gather(
-        *(
-            tensorstore.open(tensorstore.Spec(_read_spec(handler, info)), open=True, context=info.ts_context)
-            for info in infos
-        )
-    )
-
-
-@contextlib.asynccontextmanager
-async def missing_files_named(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> AsyncIterator[None]:
-    """Raises Orbax's `FileNotFoundError` if reading these arrays fails and files of them are missing.
-
-    `ArrayHandler.deserialize` looks for the files before it reads. TensorStore's own error is a `ValueError`.
-    """
-    try:
-        yield
-    except Exception:
-        await asyncio.gather(
-            *(
-                tensorstore_utils.assert_parameter_files_exist(
-                    info.parent_dir / info.name, handler._metadata_key, info.use_zarr3
-                )
-                for info in infos
-                if not info.is_ocdbt_checkpoint
-            )
-        )
-        raise
-
-
-async def read_view(
-    handler: type_handlers.ArrayHandler,
-    info: Any,
-    arg: Any,
-    sharding: Any,
-    *,
-    stored_shape: Sequence[int],
-    transform: dict[str, Any],
-    shape: Sequence[int],
-) -> jax.Array:
-    """Reads a view of one array as `ArrayHandler.deserialize` reads the array.
-
-    `transform` is TensorStore's JSON index transform, `shape` the view's shape. Raises if the array is not stored in
-    `stored_shape`; Orbax checks the shape only of an array that is read whole.
-    """
-    spec = copy.deepcopy(_read_spec(handler, info, arg.dtype))
-    innermost = spec
-    while "base" in innermost:
-        innermost = innermost["base"]
-    innermost.setdefault("metadata", {})["shape"] = list(stored_shape)
-    async with missing_files_named(handler, [info]):
-        array, _ = await serialization.async_deserialize(
-            sharding,
-            {**spec, "transform": transform},
-            global_shape=tuple(shape),
-            dtype=arg.dtype,
-            byte_limiter=info.byte_limiter,
-            context=info.ts_context,
-        )
-    return array
-
-
-def _read_spec(handler: type_handlers.ArrayHandler, info: Any, dtype: Any = None) -> Any:
-    """Returns TensorStore's spec of a stored array, as JSON."""
-    return tensorstore_utils.build_array_read_spec(
-        info,
-        use_ocdbt=info.is_ocdbt_checkpoint,
-        metadata_key=handler._metadata_key,
-        raise_array_data_missing_error=info.raise_array_data_missing_error,
-        target_dtype=dtype,
-    ).json

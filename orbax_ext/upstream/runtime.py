@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import array as array_lib
-from jax._src import core, distributed
+from jax._src import config, core, distributed
 from jax._src.lib import _jax
 from orbax.checkpoint._src.multihost import multihost
 
@@ -54,6 +56,15 @@ def join_arrays(
     return array_lib.ArrayImpl(aval, sharding, list(arrays), committed=True)
 
 
+def every_program_cached() -> contextlib.AbstractContextManager[None]:
+    """Lets JAX's persistent cache, if the user has one, keep all that this thread compiles in a `with` block.
+
+    JAX keeps only what took a second or more to compile, which a restore's programs do not; all of them together may.
+    """
+    lowest: contextlib.AbstractContextManager[None] = config.persistent_cache_min_compile_time_secs(0.0)
+    return lowest
+
+
 def tracing() -> bool:
     """Returns whether a function is being traced, as inside jit."""
     return not core.trace_state_clean()
@@ -64,3 +75,27 @@ def bits(dtype: Any) -> int:
     if dtype == jnp.bool_:
         return 8
     return int(jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits)
+
+
+def settings_of_thread() -> Callable[[], None]:
+    """Returns a function that gives another thread the JAX settings that this thread has for itself.
+
+    Such settings are the mesh of `jax.set_mesh` and what `with jax.enable_x64(True)` and its like have set.
+    """
+    mine = {
+        name: (setting, setting.get_local())
+        for name, setting in vars(config).items()
+        if isinstance(setting, config.config_ext.Config) and name not in _OF_TRACES
+    }
+
+    def apply() -> None:
+        for setting, value in mine.values():
+            if value is not config.config_ext.unset:
+                setting.set_local(value)
+                if hook := getattr(setting, "_update_thread_local_hook", None):
+                    hook(value)
+
+    return apply
+
+
+_OF_TRACES = ("trace_state", "axis_env_state")  # not settings: what the thread is tracing

@@ -51,6 +51,21 @@ def v1_context_with(base: Any, knobs: dict[str, Any]) -> Any:
     return derived
 
 
+def active_v1_context() -> Any:
+    """Returns the v1 Context that is active in this thread, or the default one."""
+    return v1_context.get_context()
+
+
+def v1_array_handler(context: Any) -> type_handlers.ArrayHandler:
+    """Returns the array handler of a v1 Context."""
+    return v1_array_leaf_handler._create_v0_array_handler(context)
+
+
+def loads_in_part(context: Any) -> bool:
+    """Returns whether a Context loads those leaves alone that the abstract tree has."""
+    return bool(context.pytree_options.loading.partial_load)
+
+
 def v1_knobs(context: Any) -> dict[str, Any] | None:
     """Returns the knobs that a v1 Context carries, or None if it does not carry any."""
     return getattr(context.array_options.loading, _KNOBS, None)

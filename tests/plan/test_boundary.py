@@ -183,3 +183,9 @@ def test_bytes_of_groups_are_those_of_the_busiest_process() -> None:
     ]
     plan = make_plan(leaves, [mesh], Options(), processes=4, group_bytes=16 * MIB)
     assert bytes_of_groups(plan, [mesh], 4) == [GroupBytes(8 * MIB, 32 * MIB, 24 * MIB)] * 2
+
+
+@pytest.mark.parametrize(("ready", "boundary"), [(False, 0), (True, 3)], ids=["not compiled", "compiled"])
+def test_nothing_is_compiled_for_what_is_read_in_less_time(ready: bool, boundary: int) -> None:
+    read = dataclasses.replace(IDLE, ready=ready, waiting=0.1, storage=1000.0, fabric=0.0)
+    assert next_boundary([GROUP] * 3, Ends(0, 3), [read] * 2) == boundary  # all three take 0.3 s directly

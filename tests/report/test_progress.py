@@ -115,7 +115,7 @@ def test_progress_of_several_processes_has_the_phase_and_hosts_of_the_session(mo
     session = types.SimpleNamespace(phase="read group 1 of 1", hosts={1: "node-1"}, bytes_done=lambda: read)
     recorder.attach(cast(Session, session))
     recorder.planned(1, (), RESTORE_PLAN)
-    watcher = progress._Watcher(recorder)
+    watcher = progress.Watcher(recorder)
     assert recorder.plan is not None
     with recorder.span("read", group=0):
         snapshots = [watcher.look(recorder.plan, finished=False) for _ in range(2)]

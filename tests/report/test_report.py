@@ -49,6 +49,23 @@ def test_the_headline_has_outcome_bytes_and_time() -> None:
     assert "S3" not in report.headline()
 
 
+def test_two_parts_of_a_restore_make_one_report() -> None:
+    first, later = reports.make_report(3), reports.make_report(3, slow=1)
+    names = sorted(later.strategy)
+    first = dataclasses.replace(first, strategy={"held": "local: every host has it", names[0]: "storage"})
+    del later.members[2]
+    both = first.followed_by(dataclasses.replace(later, error="OSError: x"))
+    assert (sorted(both.members), both.groups, both.error) == ([0, 1], first.groups + later.groups, "OSError: x")
+    assert both.strategy == {**first.strategy, **later.strategy, names[0]: f"storage; {later.strategy[names[0]]}"}
+    one, other, together = first.members[1], later.members[1], both.members[1]
+    assert together.bytes_read == one.bytes_read + other.bytes_read
+    assert together.host_peak_bytes == max(one.host_peak_bytes, other.host_peak_bytes)
+    assert together.seconds["read"] == one.seconds["read"] + other.seconds["read"]
+    assert together.total_seconds == pytest.approx(one.total_seconds + other.total_seconds)
+    assert {span.group for span in together.spans} == {None, *range(first.groups + later.groups)}
+    assert RestoreReport.from_json(both.to_json()).to_json() == both.to_json()
+
+
 def test_the_headline_of_one_process_says_which() -> None:
     report = reports.make_report(3)
     own = dataclasses.replace(report, process=1, members={1: report.members[1]}, leaves=1, groups=1, strategy={})

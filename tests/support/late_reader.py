@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec
 
@@ -12,5 +14,7 @@ LATE = 45.0  # seconds; opening a Gloo communicator times out after 30
 
 def restore(path: str, implementation: str) -> list[str]:
     knobs = states.knobs_for(implementation, MESH, "dp")
+    if implementation == "ours":
+        knobs["late_seconds"] = math.inf  # the reader is waited for
     with fault_injection.on(0, lambda: fault_injection.slow_reads(LATE)):
         return states.restore(path, states.STATE, MESH, implementation=implementation, knobs=knobs)

@@ -338,7 +338,7 @@ def restore_with_a_bad_disk(path: str, name: str, rank: int) -> tuple[str, list[
     bad_disk = fault_injection.on(rank, lambda: fault_injection.read_error(FileNotFoundError("no such chunk")))
     with bad_disk, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
-            with orbax_ext.registered(strategy="single", stall_timeout=60):
+            with orbax_ext.registered(strategy="single", stall_timeout=60, strict_readers=True):
                 checkpointer.restore(path, args=_args(built.wanted))
         except Exception as error:
             return str(error), [kind.__name__ for kind in type(error).__mro__]

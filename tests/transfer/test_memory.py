@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pathlib
+
 import jax
+import pytest
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf
@@ -26,3 +29,17 @@ def test_free_memory_is_what_the_backend_says_where_it_does() -> None:
             return {"bytes_limit": 100, "bytes_in_use": 30}
 
     assert memory.free_bytes(Device()) == 70
+
+
+def test_what_may_be_held_is_an_eighth_of_what_the_container_has_left(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    unlimited = memory.host_memory_limit()
+    assert unlimited > 0
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 1000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.max").write_text("12000\n")
+    assert memory.host_memory_limit() == (12000 - 4000) // 8
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.host_memory_limit() > 8000

@@ -43,7 +43,7 @@ def test_what_replicas_pack_is_what_comes_out(shares: tuple[tuple[int, ...], ...
     vectors = []
     for replica, share in enumerate(shares):
         read = {leaf: {device: jax.device_put(VALUES[leaf].reshape(BLOCKS[leaf].carried_shape))} for leaf in share}
-        vector = packing.pack(bundle, {device: replica}, read, LEAVES)[device]
+        vector = packing.Vectors(bundle, {device: replica}, LEAVES).filled(read)[device]
         assert vector.shape == (bundle.words,)
         vectors.append(np.asarray(vector))
 
@@ -58,6 +58,6 @@ def test_padding_stays_zero() -> None:
     (device,) = jax.local_devices()[:1]
     bundle = make_pack(((0, 1), (2,)), SIZES)
     read = {2: {device: jax.device_put(VALUES[2])}}
-    vector = np.asarray(packing.pack(bundle, {device: 1}, read, LEAVES)[device]).view(np.uint8)
+    vector = packing.Vectors(bundle, {device: 1}, LEAVES).filled(read)[device].view(np.uint8)
     assert vector[: SIZES[2]].tobytes() == VALUES[2].tobytes()
     assert not vector[SIZES[2] :].any()

@@ -141,7 +141,7 @@ def test_groups_from_the_back_are_read_two_at_a_time() -> None:
         await storage.arrive(5)
         await storage.arrive(7)
         assert (back.done, back.idle) == (3, True)
-        assert await back.arrays() == {7: 70, 6: 60, 5: 50}
+        assert back.arrays() == {7: 70, 6: 60, 5: 50}
 
     run(case)
 

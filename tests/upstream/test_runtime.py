@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import concurrent.futures
+import pathlib
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from orbax_ext.upstream import runtime
 
@@ -21,6 +26,23 @@ def test_a_joined_array_can_have_a_weak_type(weak_type: bool) -> None:
     assert joined.weak_type is weak_type
 
 
+def test_another_thread_gets_the_settings_of_this_one() -> None:
+    mesh = jax.make_mesh((1,), ("mine",))
+
+    def seen() -> tuple[object, bool, object]:
+        return jax.sharding.get_mesh(), jax.config.jax_enable_x64, jax.numpy.zeros(1, float).dtype
+
+    def in_thread(before: Callable[[], None]) -> tuple[object, bool, object]:
+        with concurrent.futures.ThreadPoolExecutor(1, initializer=before) as thread:
+            return thread.submit(seen).result()
+
+    with jax.set_mesh(mesh), jax.enable_x64(True):
+        mine, apply = seen(), runtime.settings_of_thread()
+    assert mine[0] == mesh
+    assert in_thread(apply) == mine
+    assert in_thread(lambda: None) == seen() != mine
+
+
 def test_tracing_is_true_only_inside_jit() -> None:
     traced = []
 
@@ -31,3 +53,21 @@ def test_tracing_is_true_only_inside_jit() -> None:
     jax.jit(step)(1)
     assert traced == [True]
     assert not runtime.tracing()
+
+
+def test_the_persistent_cache_keeps_programs_that_compile_quickly(tmp_path: pathlib.Path) -> None:
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()  # of the tests themselves
+    compilation_cache.set_cache_dir(str(tmp_path))
+    try:
+        jax.jit(lambda x: x + 2).lower(np.ones(3)).compile()
+        assert list(tmp_path.glob("*-cache")) == []  # JAX keeps only what took a second
+        with runtime.every_program_cached():
+            jax.jit(lambda x: x + 3).lower(np.ones(3)).compile()
+        assert len(list(tmp_path.glob("*-cache"))) == 1
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+        compilation_cache.reset_cache()

@@ -1,0 +1,135 @@
+"""Restores while the program compiles.
+
+    pending = orbax_ext.restore_async(manager, step, args=args)
+    compiled = jax.jit(step_function).lower(abstract).compile()
+    state = pending.result()
+
+Reading into host memory is in `transfer/host_reads.py`, taking it from there in `transfer/held_blocks.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import orbax.checkpoint as ocp
+
+from orbax_ext import registration
+from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.transfer.held_blocks import HeldBlocks
+from orbax_ext.transfer.host_reads import HostReads
+from orbax_ext.transfer.memory import host_memory_limit
+from orbax_ext.transfer.pending_restore import PendingRestore as PendingRestore
+from orbax_ext.transfer.pending_restore import ReadAheadRestore, Scope, WholeRestore
+from orbax_ext.upstream.array_requests import ItemRestore, items_of_restore
+from orbax_ext.upstream.runtime import settings_of_thread
+
+Exchange = Literal["result", "background"]
+
+
+def restore_async(
+    checkpointer: Any,
+    step: Any,
+    args: Any = None,
+    *,
+    exchange: Exchange = "result",
+    host_memory_limit_bytes: int | None = None,
+) -> PendingRestore:
+    """Begins a restore and returns at once; `result()` of what it returns ends it.
+
+    Until `result()` it runs no program on a device and waits for no other process: it reads this process's share of the
+    checkpoint into host memory. `result()` then does the restore that `checkpointer.restore(step, args=args)` does, on
+    all processes together, and takes what was read instead of reading it. What could not be held is read there.
+
+    With `exchange="background"` the whole restore runs in another thread. Until `result()` has returned, the program
+    must not run anything on its devices that concerns other processes, nor save: compiling is what it may do.
+
+    If orbax_ext is not registered, `result()` registers it, with its defaults, as long as it restores.
+
+    Args:
+      checkpointer: A `CheckpointManager` or a `Checkpointer`. Its array handlers must not be those of a registry of its
+        own without orbax_ext.
+      step: The step; for a `Checkpointer`, the path. None: the manager's latest step at this moment.
+      args: The `args` of `checkpointer.restore`: `PyTreeRestore`, `StandardRestore`, or a `Composite` of items.
+      exchange: "result" or "background".
+      host_memory_limit_bytes: Bytes that may be held in host memory before `result()`; by default what this process
+        reads, or an eighth of the host's available memory if that is less.
+    """
+    _check(exchange, host_memory_limit_bytes)
+    if not isinstance(checkpointer, ocp.CheckpointManager | ocp.Checkpointer):
+        raise ValueError(
+            f"restore_async takes a CheckpointManager or a Checkpointer; found a {type(checkpointer).__name__}. "
+            "For Orbax's v1 API use orbax_ext.v1.load_async."
+        )
+    if isinstance(checkpointer, ocp.CheckpointManager):
+        if step is None:
+            step = checkpointer.latest_step()  # a later save must not change what is restored
+    else:
+        step = os.fspath(step)
+    items = items_of_restore(checkpointer, step, args)
+    _require_registry(items)
+
+    def restore() -> Any:
+        if isinstance(checkpointer, ocp.StandardCheckpointer):  # its own `restore` takes no args
+            return super(ocp.StandardCheckpointer, checkpointer).restore(step, args=args)
+        return checkpointer.restore(step, args=args)
+
+    sources = [_source(item) for item in items]
+    return begin(restore, sources, served, exchange=exchange, host_memory_limit_bytes=host_memory_limit_bytes)
+
+
+def begin(
+    restore: Callable[[], Any],
+    sources: Sequence[Callable[[], HeldBlocks | None]],
+    scope: Scope,
+    *,
+    exchange: Exchange,
+    host_memory_limit_bytes: int | None,
+) -> PendingRestore:
+    """Begins a restore. `sources` find out what it reads, and `scope` is entered around it."""
+    _check(exchange, host_memory_limit_bytes)
+    if exchange == "background":
+        return PendingRestore(WholeRestore(restore, scope))
+    limit = host_memory_limit() if host_memory_limit_bytes is None else host_memory_limit_bytes
+    return PendingRestore(ReadAheadRestore(restore, scope, HostReads(sources, limit, settings_of_thread())))
+
+
+def _check(exchange: Exchange, host_memory_limit_bytes: int | None) -> None:
+    if exchange not in get_args(Exchange):
+        raise ValueError(f"exchange must be one of {', '.join(get_args(Exchange))}; found {exchange!r}.")
+    if host_memory_limit_bytes is not None and host_memory_limit_bytes < 0:
+        raise ValueError(f"host_memory_limit_bytes must be 0 or more; found {host_memory_limit_bytes}.")
+
+
+def _require_registry(items: Sequence[ItemRestore]) -> None:
+    for item in items:
+        if item.has_own_registry and registration.serving_handler(item.array_handler) is None:
+            raise ValueError(
+                f"{type(item.handler).__name__} has a type-handler registry of its own, whose handler of jax.Array is "
+                f"{type(item.array_handler).__name__}: orbax_ext does not restore through it. Make it with "
+                "orbax_ext.pytree_handler()."
+            )
+
+
+def _source(item: ItemRestore) -> Callable[[], HeldBlocks | None]:
+    """Returns a function that finds out what an item's restore will read. It reads metadata."""
+    registered = item.array_handler  # now: the program may have left the block of `registered()` by then
+    handler = registration.serving_handler(registered) or registration.handler_in_place_of(registered)
+
+    return lambda: share_of(item, handler)
+
+
+def share_of(item: ItemRestore, handler: BroadcastArrayHandler) -> HeldBlocks | None:
+    """Returns a place for what this process will read of an item; None if that has no arrays. Reads metadata."""
+    asked = item.array_request()
+    return asyncio.run(handler.share(asked.infos, asked.args)) if asked and asked.infos else None
+
+
+def served() -> contextlib.AbstractContextManager[Any]:
+    """Registers orbax_ext for a block, unless it is registered."""
+    current = ocp.type_handlers.get_type_handler(jax.Array)
+    return contextlib.nullcontext() if registration.serving_handler(current) else registration.registered()

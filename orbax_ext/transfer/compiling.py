@@ -1,0 +1,75 @@
+"""Compiles the programs of groups while groups are being read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from orbax_ext.plan import Group
+from orbax_ext.plan.course import Course
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.read_ahead import abandon
+
+_AFTER = 0.1  # seconds of reading, where it is not known yet whether anything has to be compiled
+
+
+class Compiling:
+    """Compiles all groups of a plan, and groups that change later."""
+
+    def __init__(self, executor: Executor, course: Course, recorder: Recorder, *, may_be_needless: bool) -> None:
+        """`may_be_needless`: it is not known yet whether anything is going to be exchanged."""
+        self._executor = executor
+        self._course = course
+        self._recorder = recorder
+        self._all: asyncio.Future[None] | None = None
+        self._changed: dict[int, asyncio.Future[None]] = {}  # by number of the group
+        self._one_at_a_time = asyncio.Lock()
+        self._needed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not may_be_needless:
+            self._need()
+
+    def begin(self) -> None:
+        """Begins to compile all groups when they are needed, unless that has begun."""
+        if self._all is None:
+            groups = self._course.plan.groups
+            if self._executor.is_compiled(groups):
+                self._need()
+            self._all = asyncio.ensure_future(self._compile_all(groups))
+
+    def decide(self) -> None:
+        """Goes on at once if something is going to be exchanged, and stops if nothing is."""
+        if self._course.groups_left:
+            self._need()
+            return
+        if self._all is not None:
+            abandon(self._all)
+        self._all = asyncio.get_running_loop().create_future()
+        self._all.set_result(None)
+
+    def again(self, number: int) -> None:
+        """Compiles a group that was added or has changed, after the others."""
+        self._changed[number] = asyncio.ensure_future(self._compile(number))
+
+    def of(self, number: int) -> list[asyncio.Future[None]]:
+        """Returns what has to end before a group can travel."""
+        return [task for task in (self._all, self._changed.get(number)) if task is not None]
+
+    def give_up(self) -> None:
+        for task in (self._all, *self._changed.values()):
+            if task is not None:
+                abandon(task)
+
+    def _need(self) -> None:
+        if not self._needed.done():
+            self._needed.set_result(None)
+
+    async def _compile_all(self, groups: Sequence[Group]) -> None:
+        await asyncio.wait([self._needed], timeout=_AFTER)
+        await self._recorder.timed("compile", self._executor.compile(groups))
+
+    async def _compile(self, number: int) -> None:
+        async with self._one_at_a_time:
+            if self._all is not None:
+                await asyncio.wait([self._all])
+            await self._recorder.timed("compile", self._executor.compile([self._course.plan.groups[number]]))

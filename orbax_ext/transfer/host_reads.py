@@ -1,0 +1,144 @@
+"""Reads this process's share of restores into host memory, in a thread: no device, no other process, no barrier."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from orbax_ext.redact import redact
+from orbax_ext.report.progress import ProgressSnapshot, Tracker
+from orbax_ext.transfer import boxes
+from orbax_ext.transfer.held_blocks import HeldBlocks, Unit
+from orbax_ext.upstream.array_handler import without_array_metadata
+
+_AT_A_TIME = 2  # units, so that storage is never idle
+_JOIN_LIMIT = 5.0  # seconds to wait for the thread; a read that storage does not answer is not waited for
+
+Source = Callable[[], HeldBlocks | None]  # finds out what will be restored; may read metadata
+
+
+class HostReads:
+    """The reading of one or several restores, one after the other."""
+
+    def __init__(self, sources: Sequence[Source], limit: int, settings: Callable[[], None]) -> None:
+        """Begins to read. `limit`: bytes that may be held. `settings` gives the thread the caller's JAX settings."""
+        self.held: list[HeldBlocks] = []
+        self.error: Exception | None = None  # why nothing more is read ahead
+        self._sources = sources
+        self._room = limit
+        self._settings = settings
+        self._done = 0  # bytes
+        self._tracker = Tracker()
+        # Of `_stopped` and `_task`. `stop` may be called wherever Python collects garbage.
+        self._lock = threading.RLock()
+        self._stopped = False
+        self._sources_open = True
+        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="orbax_ext read into host memory")
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is held that may be."""
+        return not self._thread.is_alive()
+
+    def progress(self) -> ProgressSnapshot:
+        """Returns how far this process's reading is."""
+        total = min(sum(held.bytes for held in self.held), self._done + self._room)
+        return self._tracker.look(time.monotonic(), "read ahead", total, (0, total), {0: self._done}, {})
+
+    def describe_no_more(self) -> None:
+        """Lets no further restore begin to be read ahead."""
+        self._sources_open = False
+
+    def stop(self) -> None:
+        """Stops reading and forgets what is held. Does not wait."""
+        with self._lock:
+            self._stopped, self._sources_open = True, False
+            if self._task is not None:
+                loop, task = self._task
+                loop.call_soon_threadsafe(task.cancel)
+        for held in self.held:
+            held.drop()
+
+    def join(self) -> None:
+        """Waits a few seconds for the thread to end."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_LIMIT)
+
+    def _run(self) -> None:
+        loop = asyncio.new_event_loop()
+        try:
+            self._settings()
+            self.progress()
+            with self._compiler() as compiler:
+                for source in self._sources:
+                    held = source() if self._sources_open else None
+                    if held is not None and self._sources_open:
+                        self.held.append(held)
+                        if self._room:
+                            compiler.submit(held.compile_programs)  # the restore raises the error, if there is one
+                        self._read(loop, held)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            self.error = error
+            logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
+        finally:
+            loop.close()
+            if self._stopped:
+                for held in self.held:
+                    held.drop()
+
+    def _compiler(self) -> concurrent.futures.ThreadPoolExecutor:
+        return concurrent.futures.ThreadPoolExecutor(1, "orbax_ext compile", initializer=self._settings)
+
+    def _read(self, loop: asyncio.AbstractEventLoop, held: HeldBlocks) -> None:
+        task = loop.create_task(self._read_units(held))
+        with self._lock:
+            if self._stopped:
+                task.cancel()
+            self._task = (loop, task)
+        try:
+            loop.run_until_complete(task)
+        finally:
+            with self._lock:
+                self._task = None
+
+    async def _read_units(self, held: HeldBlocks) -> None:
+        under_way: set[asyncio.Task[None]] = set()
+        try:
+            while (unit := held.begin(self._room)) is not None:
+                self._room -= unit.bytes
+                under_way.add(asyncio.ensure_future(self._read_unit(held, unit)))
+                if len(under_way) == _AT_A_TIME:
+                    _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            if under_way:
+                await asyncio.wait(under_way)
+        except asyncio.CancelledError:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            raise
+
+    async def _read_unit(self, held: HeldBlocks, unit: Unit) -> None:
+        try:
+            blocks = await boxes.fetch(without_array_metadata(held.share.handler), unit.items) if unit.items else {}
+        except BaseException as error:
+            unit.blocks.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            self.error = error
+            return
+        for item in unit.items:  # a scalar travels as a vector, but is handed over as it is
+            if item.leaf.slice is None and item.index in held.share.plan.direct and item.index in blocks:
+                shape = item.block.shape
+                blocks[item.index] = {device: block.reshape(shape) for device, block in blocks[item.index].items()}
+        unit.blocks.set_result(blocks)
+        self._done += unit.bytes
+        self.progress()  # the rate is that between looks

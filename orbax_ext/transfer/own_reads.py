@@ -1,0 +1,77 @@
+"""A process's own shares, and how fast it reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from orbax_ext.storage import counters
+from orbax_ext.transfer.blocks import DeviceBlocks
+from orbax_ext.transfer.rates import LatestRate, Stopwatch
+from orbax_ext.transfer.read_ahead import ReadAhead, abandon
+
+_LONG_ENOUGH = 1.0  # seconds of reading; what takes less is not worth dealing again, and says little about storage
+
+
+class OwnReads(ReadAhead[list[DeviceBlocks]]):
+    """Reads the shares of this process, and knows whether it is stuck.
+
+    A process that is stuck gets no shares to read. So that it notices when storage answers again, it reads one share
+    that nobody waits for.
+    """
+
+    def __init__(self, read: Callable[[int], Awaitable[list[DeviceBlocks]]], ahead: int, busy: Stopwatch) -> None:
+        super().__init__(read, ahead, busy)
+        self.stuck = False  # it was late or failed, and has read nothing since
+        self._rate = LatestRate()
+        self._bytes_before = counters.bytes_read()
+        self._probe: asyncio.Future[Any] | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second, with two digits; 0 for a process that is stuck, None if it has hardly read yet."""
+        if self.stuck:
+            return 0.0
+        return float(f"{self._rate.latest:.2g}") if self._rate.seconds > _LONG_ENOUGH else None
+
+    def advanced(self) -> None:
+        """Notes that something was read."""
+        self.stuck = False
+        self._rate.add(counters.bytes_read() - self._bytes_before, self._busy.seconds)
+
+    def drop_stuck(self, number: int) -> None:
+        """Leaves a group to others. Its reading goes on, to show when storage answers again."""
+        self.stuck = True
+        task = self.drop(number)
+        if task.done() or self._probing:
+            abandon(task)
+        else:
+            self._watch(task)
+
+    def probe(self, read: Coroutine[Any, Any, Any]) -> bool:
+        """Reads something that nobody waits for, to measure the rate. Returns False if it does so already."""
+        if self._probing:
+            read.close()
+            return False
+
+        async def timed() -> None:
+            with self._busy:
+                await read
+            self.advanced()
+
+        self._watch(asyncio.ensure_future(timed()))
+        return True
+
+    def give_up_all(self) -> None:
+        self.give_up(0)
+        if self._probe is not None:
+            abandon(self._probe)
+
+    @property
+    def _probing(self) -> bool:
+        return self._probe is not None and not self._probe.done()
+
+    def _watch(self, task: asyncio.Future[Any]) -> None:
+        self._probe = task
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())

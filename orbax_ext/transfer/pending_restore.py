@@ -1,0 +1,260 @@
+"""Restores that have begun and are ended by `result()`: with what was read ahead, or in a thread as a whole."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+from absl import logging
+
+from orbax_ext import errors, text
+from orbax_ext.report.progress import ProgressSnapshot, Watcher
+from orbax_ext.transfer.held_blocks import Taking
+from orbax_ext.transfer.host_reads import HostReads
+from orbax_ext.upstream.runtime import settings_of_thread
+
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+_LOOK_EVERY = 1.0  # seconds
+_JOIN_LIMIT = 5.0  # seconds for a cancelled restore to end
+
+
+class PendingRestore:
+    """A restore that was begun by `restore_async`.
+
+    All processes must call `result()`, in the same order if several restores are pending. One that is not wanted any
+    more is ended by `cancel()`, by the end of a `with` block, or with the last reference to it.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._begun = False  # `result` was called, or `cancel`
+        self._error: BaseException | None = None
+        self._abandon = weakref.finalize(self, work.abandon)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Ends the restore and returns what `checkpointer.restore` returns, once: it keeps no reference.
+
+        A second call is a `RuntimeError`, or the same error again if the restore has failed.
+
+        Args:
+          timeout: Seconds after which the restore fails on all processes, as with the knob `timeout`. With
+            `exchange="background"` the restore goes on, and `result()` may be called again.
+
+        Raises:
+          RestoreError: The restore failed on all processes. If some do not call `result()`, the message names them.
+          concurrent.futures.CancelledError: It was cancelled.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._begun:
+                raise RuntimeError("result() has handed the state over already; a pending restore keeps no reference")
+            self._begun = True
+        try:
+            state = self._work.finish(timeout)
+        except _NotYetError as late:
+            self._begun = False
+            raise late.error from None
+        except BaseException as error:
+            self._error = error
+            self._abandon()
+            raise
+        self._abandon()
+        return state
+
+    def done(self) -> bool:
+        """Returns whether all is there that is read before `result()`; with `exchange="background"`, the state."""
+        return self._begun or self._work.ended
+
+    def exception(self) -> BaseException | None:
+        """Returns what `result()` has raised, or why nothing is read ahead on this process. Waits for nobody.
+
+        An error in reading ahead is not final: `result()` reads again what is missing, and raises on all processes if
+        that fails too.
+        """
+        return self._error or self._work.error
+
+    def cancel(self) -> bool:
+        """Gives the restore up, and what it holds; returns False if `result()` was called before.
+
+        With `exchange="background"` it ends a restore under way as if this process had failed: on all processes.
+        """
+        with self._lock:
+            if self._begun:
+                return isinstance(self._error, concurrent.futures.CancelledError)
+            self._begun, self._error = True, concurrent.futures.CancelledError("this restore was cancelled")
+        self._abandon()
+        self._work.join()
+        return True
+
+    def progress(self) -> ProgressSnapshot:
+        """Returns how far this process's reading ahead is: bytes, rate and seconds left.
+
+        With `exchange="background"`, how far the restore is; on process 0 that of all processes together.
+        """
+        return self._work.progress()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class _NotYetError(Exception):
+    """The restore goes on."""
+
+    def __init__(self, error: errors.RestoreTimeoutError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Work(Protocol):
+    """What a pending restore does."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing happens any more before `finish`."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why nothing more happens before `finish`."""
+
+    def progress(self) -> ProgressSnapshot: ...
+
+    def finish(self, timeout: float | None) -> Any:
+        """Returns the restored state."""
+
+    def abandon(self) -> None:
+        """Ends everything without waiting for it."""
+
+    def join(self) -> None:
+        """Waits a few seconds for the end."""
+
+
+class ReadAheadRestore:
+    """Reads ahead, and restores in `finish`."""
+
+    def __init__(self, restore: Callable[[], Any], scope: Scope, reads: HostReads) -> None:
+        self._restore = restore
+        self._scope = scope
+        self._reads = reads
+
+    @property
+    def ended(self) -> bool:
+        return self._reads.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._reads.error
+
+    def progress(self) -> ProgressSnapshot:
+        return self._reads.progress()
+
+    def finish(self, timeout: float | None) -> Any:
+        self._reads.describe_no_more()
+        taking, read = Taking(self._reads.held, timeout), self._reads.progress().done
+        try:
+            with self._scope(), taking.scope():
+                return self._restore()
+        finally:
+            if read and not taking.taken:
+                logging.warning("orbax_ext: %s were read ahead, but the restore wants something else", text.size(read))
+            self._reads.stop()
+            self._reads.join()
+
+    def abandon(self) -> None:
+        self._reads.stop()
+
+    def join(self) -> None:
+        self._reads.join()
+
+
+# Of whole restores, in the order in which they were begun. Set when one has ended.
+_under_way: list[threading.Event] = []
+_under_way_lock = threading.Lock()
+
+
+class WholeRestore:
+    """Restores in a thread. Several run one after the other, so that their programs have the same order everywhere."""
+
+    def __init__(self, restore: Callable[[], Any], scope: Scope) -> None:
+        self._restore = restore
+        self._scope = scope
+        self._settings = settings_of_thread()
+        self._taking = Taking()
+        self._abandoned = False
+        self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._over = threading.Event()
+        with _under_way_lock:
+            self._earlier = tuple(_under_way)
+            _under_way.append(self._over)
+        run = functools.partial(contextvars.copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, daemon=True, name="orbax_ext restore")
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._outcome.exception(timeout=0) if self._outcome.done() else None
+
+    def progress(self) -> ProgressSnapshot:
+        recorder = self._taking.recorder
+        if recorder is None or recorder.plan is None:
+            return ProgressSnapshot("begin", 0, 0, 0.0, "")
+        return Watcher(recorder).look(recorder.plan, self.ended)
+
+    def finish(self, timeout: float | None) -> Any:
+        started = time.monotonic()
+        while True:
+            left = _LOOK_EVERY if timeout is None else min(_LOOK_EVERY, started + timeout - time.monotonic())
+            done, _ = concurrent.futures.wait([self._outcome], timeout=max(0.0, left))
+            if done:
+                outcome, self._outcome = self._outcome, concurrent.futures.Future()  # keep no reference to the state
+                return outcome.result(timeout=0)
+            if timeout is not None and time.monotonic() - started >= timeout:
+                phase = self.progress().phase
+                here = jax.process_index()
+                message = f"the restore has not ended within {timeout:g} s on process {here}, in phase {phase!r}"
+                raise _NotYetError(errors.RestoreTimeoutError(message, [here], {here: phase}))
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self._taking.cancel()
+
+    def join(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_LIMIT)
+
+    def _run(self) -> None:
+        try:
+            for earlier in self._earlier:
+                while not self._abandoned and not earlier.wait(timeout=_LOOK_EVERY):
+                    pass
+            if self._abandoned:
+                raise concurrent.futures.CancelledError
+            self._settings()
+            with self._scope(), self._taking.scope():
+                self._outcome.set_result(self._restore())
+        except BaseException as error:
+            self._outcome.set_exception(error)
+        finally:
+            self._over.set()
+            with _under_way_lock:
+                _under_way.remove(self._over)

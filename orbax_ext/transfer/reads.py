@@ -1,0 +1,173 @@
+"""What a process reads: its shares of groups that travel, groups from the back, and leaves that never travel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from orbax_ext.plan.course import Course
+from orbax_ext.plan.memory import AHEAD
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.transfer.blocks import DeviceBlocks
+from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.held_blocks import HeldBlocks
+from orbax_ext.transfer.own_reads import OwnReads
+from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.read_ahead import BackReads, abandon
+
+
+class Reads:
+    """Begins reads in the order of a course, and waits for them, but not for those that others take over."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        course: Course,
+        recorder: Recorder,
+        busy: Stopwatch,
+        *,
+        reason: Callable[[int], str],
+        held: HeldBlocks,
+        arrived: Callable[[Mapping[int, jax.Array]], None],
+    ) -> None:
+        """Makes reads that have not begun.
+
+        `busy` runs while something is being read, `reason` says why a group is read, where that is unusual, `held` is
+        what was read before, and `arrived` is called with arrays that are complete.
+        """
+        self.shares = OwnReads(self._read_share, AHEAD[course.plan.strategy], busy)
+        self.back = BackReads(self._read_directly, busy)
+        self.direct: asyncio.Future[dict[int, jax.Array]] | None = None
+        self._executor = executor
+        self._course = course
+        self._recorder = recorder
+        self._busy = busy
+        self._reason = reason
+        self._held = held
+        self._arrived = arrived
+        self._asked = asyncio.Event()  # the others do not want to wait for this process
+
+    @property
+    def share(self) -> asyncio.Future[list[DeviceBlocks]]:
+        """The reading of this process's share of the group at the front."""
+        return self.shares.task(self._course.ends.front)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether this process was late or failed before, and its share of the group at the front is not there."""
+        if not self.shares.stuck or self.share.done():
+            return False
+        return self._executor.share_bytes(self._course.group(self._course.ends.front)) > 0
+
+    @property
+    def upto(self) -> int:
+        """The place before which this process has read shares, or may begin to."""
+        return max(self.shares.upto, self._held.groups)
+
+    @property
+    def so_far(self) -> tuple[int, int]:
+        """How many groups are read from the front and from the back."""
+        return len(self.shares.groups_done), self.back.done
+
+    def begin(self) -> None:
+        """Begins to read the shares that may be read."""
+        ends = self._course.ends
+        self.shares.begin(ends.front + 1 + self.shares.ahead, ends.back)
+        self._begin_direct_after_groups()
+
+    def begin_direct(self) -> None:
+        """Begins to read leaves that never travel."""
+
+        async def read() -> dict[int, jax.Array]:
+            with self._busy, self._recorder.span("read"):
+                leaves = list(self._course.plan.direct)
+                arrays = await self._executor.read_direct(leaves, await self._held.take_direct(leaves))
+            self._arrived(arrays)
+            return arrays
+
+        if self.direct is None:
+            self.direct = asyncio.ensure_future(read())
+
+    def probe(self, number: int) -> None:
+        """Measures how fast this process reads, if it has been dealt nothing of a group that others are slow at."""
+        group, planned = self._course.plan.groups[number], self._course.as_planned(number)
+        if self._executor.share_bytes(group) or not (size := self._executor.share_bytes(planned)):
+            return
+        if self.shares.probe(self._executor.read(planned)):
+            self._recorder.again(size)
+
+    def ask(self) -> None:
+        """Notes that the others do not want to wait any longer for what this process reads."""
+        self._asked.set()
+
+    async def first_of(self, *works: Coroutine[Any, Any, None], waits_alone: bool) -> None:
+        """Does works until the first one has ended, or until the others ask for what they can read themselves.
+
+        With `waits_alone` they can't.
+        """
+        self._asked.clear()
+        tasks = [asyncio.ensure_future(work) for work in (*works, self._called(waits_alone))]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                abandon(task)
+
+    async def everything_read(self, before: tuple[int, int] | None, *, strict: bool) -> None:
+        """Waits until all is read that may be read; for ever if that is not more than there was `before`."""
+        while not (self.shares.idle and self.back.idle):
+            under_way: list[asyncio.Future[Any]] = [*self.shares.under_way, *self.back.under_way]
+            if under_way:
+                await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            else:  # one has just ended, and the next one is about to begin
+                await asyncio.sleep(0)
+            if strict:
+                self.shares.raise_errors()
+                self.back.raise_errors()
+        if self.so_far == before:
+            await asyncio.Event().wait()
+
+    def give_up(self) -> None:
+        self.shares.give_up_all()
+        self.back.give_up()
+        if self.direct is not None:
+            abandon(self.direct)
+        self.direct = None
+
+    async def _called(self, waits_alone: bool) -> None:
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            reads: Sequence[asyncio.Future[Any]] = [self.share] if self._course.groups_left else self.back.under_way
+            if any(not task.done() for task in reads) and not waits_alone:
+                return
+
+    async def _read_share(self, place: int) -> list[DeviceBlocks]:
+        self._begin_direct_after_groups()
+        group, number = self._course.group(place), self._course.order[place]
+        with self._recorder.span("read", group=number, note=self._reason(number)):
+            as_planned = group == self._course.as_planned(number)
+            held = await self._held.take_group(number) if as_planned else None
+            contributions = await self._executor.read(group, held)
+        size = self._executor.share_bytes(group)
+        if size:
+            self.shares.advanced()
+        if self._reason(number):
+            self._recorder.again(size)
+        return contributions
+
+    async def _read_directly(self, number: int) -> dict[int, jax.Array]:
+        with self._recorder.span("read directly", group=number):
+            arrays = await self._executor.read_whole(self._course.as_planned(number))
+        self._arrived(arrays)
+        return arrays
+
+    def _begin_direct_after_groups(self) -> None:
+        """Begins to read leaves that never travel once the last group is being read: then storage has room for them."""
+        if self.shares.begun >= self._course.ends.back:
+            self.begin_direct()

@@ -1,0 +1,213 @@
+"""Stored arrays: opening and reading them with TensorStore, by the specs that Orbax builds or by the user's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import tensorstore
+from orbax.checkpoint import type_handlers
+from orbax.checkpoint._src.serialization import (
+    limits,
+    serialization,
+    tensorstore_utils,
+)
+
+_REQUESTS = 128  # to an object store at a time: its latency counts once for all of them (marin #8505)
+
+
+@dataclasses.dataclass(eq=False)
+class StoredSpec:
+    """An array that has a TensorStore spec and is in no checkpoint. Takes the place of Orbax's `ParamInfo`."""
+
+    name: str
+    spec: Mapping[str, Any]  # as JSON
+    ts_context: Any
+    parent_dir: str  # the URL of the array, for messages
+    byte_limiter: Any = None
+    is_ocdbt_checkpoint: bool = True  # so that nobody looks for files
+
+    def chunk(self, store: tensorstore.TensorStore) -> tuple[int, ...] | None:
+        """Returns the least that can be read, if parts of the array can be: not of a view of another one."""
+        if self.spec["driver"] not in ("zarr", "zarr3") or "transform" in self.spec:
+            return None
+        return tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ()) or None
+
+
+def checkpoint_of(info: Any) -> Any:
+    """Returns the directory of the checkpoint that an array is in, None if it is in none."""
+    return None if isinstance(info, StoredSpec) else info.parent_dir
+
+
+async def deserialize(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Any:
+    """Reads what this process's devices hold of arrays, as plain Orbax does."""
+    if not isinstance(infos[0], StoredSpec):
+        return await type_handlers.ArrayHandler.deserialize(handler, infos, args)
+    results = await asyncio.gather(
+        *(
+            serialization.async_deserialize(
+                arg.sharding, _read_spec(handler, info), arg.global_shape, arg.dtype, context=info.ts_context
+            )
+            for info, arg in zip(infos, args, strict=True)
+        )
+    )
+    return [array for array, _ in results]
+
+
+async def open_arrays(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[tensorstore.TensorStore]:
+    """Opens stored arrays, to learn their shapes and dtypes. Does not read the file of shardings."""
+    return await asyncio.gather(
+        *(
+            tensorstore.open(tensorstore.Spec(_read_spec(handler, info)), open=True, context=info.ts_context)
+            for info in infos
+        )
+    )
+
+
+def begin_opening(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[Any]:
+    """Begins to open stored arrays, to read them as they are stored; returns TensorStore's futures."""
+    return [
+        tensorstore.open(spec, open=True, context=info.ts_context)
+        for info, spec in zip(infos, _read_specs(handler, infos), strict=True)
+    ]
+
+
+def with_request_concurrency(infos: Sequence[Any], limit: int | None) -> list[Any]:
+    """Returns Orbax's descriptions of arrays in object stores with so many requests under way at a time.
+
+    By default that is more than the 32 of TensorStore, unless the user has set a number in TensorStore's own way.
+    """
+    if not os.fspath(infos[0].parent_dir).startswith(("s3://", "gs://")):
+        return [*infos]
+    contexts = {id(info.ts_context): info.ts_context for info in infos}
+    raised = {key: _with_request_concurrency(context, limit) for key, context in contexts.items()}
+    copies = [copy.copy(info) for info in infos]
+    for info in copies:
+        info.ts_context = raised[id(info.ts_context)]
+    return copies
+
+
+def _with_request_concurrency(context: tensorstore.Context | None, limit: int | None) -> tensorstore.Context | None:
+    if context is None:
+        return None
+    given = context.spec.to_json() or {}
+    resources = {
+        f"{store}_request_concurrency": {"limit": limit or _REQUESTS}
+        for store in ("s3", "gcs")
+        if limit is not None
+        or not (
+            f"{store}_request_concurrency" in given or f"TENSORSTORE_{store.upper()}_REQUEST_CONCURRENCY" in os.environ
+        )
+    }
+    return tensorstore.Context(resources, parent=context) if resources else context
+
+
+def read_footprint(store: tensorstore.TensorStore, domain: Any) -> int:
+    """Returns the memory that reading a domain takes: chunks are read whole."""
+    return int(serialization.estimate_read_memory_footprint(store, domain))
+
+
+def fits_under_way(limiter: Any, count: int) -> bool:
+    """Returns whether so many bytes may be read at once, by Orbax's `restore_concurrent_gb`."""
+    return limiter is None or count < getattr(limiter, "max_bytes", count + 1)
+
+
+def bytes_under_way(limiter: Any, count: int) -> contextlib.AbstractAsyncContextManager[None]:
+    """Counts so many bytes as under way; waits until Orbax's limiter lets them."""
+    made: contextlib.AbstractAsyncContextManager[None] = limits.reserved_bytes(
+        limits.get_byte_limiter() if limiter is None else limiter, count
+    )
+    return made
+
+
+@contextlib.asynccontextmanager
+async def missing_files_named(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> AsyncIterator[None]:
+    """Raises Orbax's `FileNotFoundError` if reading these arrays fails and files of them are missing.
+
+    `ArrayHandler.deserialize` looks for the files before it reads. TensorStore's own error is a `ValueError`.
+    """
+    try:
+        yield
+    except Exception:
+        await asyncio.gather(
+            *(
+                tensorstore_utils.assert_parameter_files_exist(
+                    info.parent_dir / info.name, handler._metadata_key, info.use_zarr3
+                )
+                for info in infos
+                if not info.is_ocdbt_checkpoint
+            )
+        )
+        raise
+
+
+async def read_view(
+    handler: type_handlers.ArrayHandler,
+    info: Any,
+    arg: Any,
+    sharding: Any,
+    *,
+    stored_shape: Sequence[int],
+    transform: dict[str, Any],
+    shape: Sequence[int],
+) -> jax.Array:
+    """Reads a view of one array as `ArrayHandler.deserialize` reads the array.
+
+    `transform` is TensorStore's JSON index transform, `shape` the view's shape. Raises if the array is not stored in
+    `stored_shape`; Orbax checks the shape only of an array that is read whole.
+    """
+    spec = copy.deepcopy(_read_spec(handler, info, arg.dtype))
+    innermost = spec
+    while "base" in innermost:
+        innermost = innermost["base"]
+    innermost.setdefault("metadata", {})["shape"] = list(stored_shape)
+    async with missing_files_named(handler, [info]):
+        array, _ = await serialization.async_deserialize(
+            sharding,
+            {**spec, "transform": transform},
+            global_shape=tuple(shape),
+            dtype=arg.dtype,
+            byte_limiter=info.byte_limiter,
+            context=info.ts_context,
+        )
+    return array
+
+
+def _read_specs(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Iterator[Any]:
+    """Yields TensorStore's specs of stored arrays. Those in one database differ only in a name."""
+    first: dict[tuple[Any, ...], Any] = {}
+    for info in infos:
+        if isinstance(info, StoredSpec):
+            yield _read_spec(handler, info)
+            continue
+        # The property checks its type each time, which takes longer than all the rest.
+        directory = vars(info).get("_parent_dir") or info.parent_dir
+        place = (directory, info.is_ocdbt_checkpoint, info.use_zarr3, info.raise_array_data_missing_error)
+        if place not in first:
+            spec = _read_spec(handler, info)
+            named = info.is_ocdbt_checkpoint and spec["kvstore"].get("path") == info.name
+            first[place] = spec if named else None
+            yield spec
+        elif (spec := first[place]) is None:
+            yield _read_spec(handler, info)
+        else:
+            yield {**spec, "kvstore": {**spec["kvstore"], "path": info.name}}
+
+
+def _read_spec(handler: type_handlers.ArrayHandler, info: Any, dtype: Any = None) -> Any:
+    """Returns TensorStore's spec of a stored array, as JSON."""
+    if isinstance(info, StoredSpec):
+        return copy.deepcopy(dict(info.spec))
+    return tensorstore_utils.build_array_read_spec(
+        info,
+        use_ocdbt=info.is_ocdbt_checkpoint,
+        metadata_key=handler._metadata_key,
+        raise_array_data_missing_error=info.raise_array_data_missing_error,
+        target_dtype=dtype,
+    ).json

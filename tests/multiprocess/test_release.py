@@ -1,0 +1,158 @@
+"""`restore_args(state, release=True)` on real processes: the old state makes room for the new one."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_ext
+from bench import memory
+from orbax_ext import lab
+from orbax_ext.transfer.executor import Executor
+from tests.support import states
+from tests.support.states import MeshSpec, P, Spec
+
+MIB = 1 << 20
+_M_MMAP_THRESHOLD = -3  # from malloc.h
+MESH = MeshSpec((4, 2), ("dp", "tp"))
+STATE = {f"layer_{number:02}": Spec((1024, 2048), "float32", P("tp")) for number in range(16)}
+STATE_BYTES = 16 * 8 * MIB  # on each process: its two devices have a half each
+LIMIT = 8 * MIB  # per device
+STRATEGIES = ["spread", "single", "auto", "direct"]
+SMALL = {"large": Spec((1024, 1024), "float32", P("tp")), **states.STATE}
+
+
+@pytest.fixture(scope="module")
+def kept(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("kept") / "checkpoint")
+    small_cluster.run(states.save, path, STATE, MESH)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("small") / "checkpoint")
+    small_cluster.run(save_with_numpy, path)
+    return path
+
+
+def test_a_restore_needs_one_state_instead_of_two(small_cluster: lab.Cluster, kept: str) -> None:
+    for grown, kept_both in small_cluster.run(measure, kept):
+        saved = {strategy: kept_both[strategy] - grown[strategy] for strategy in STRATEGIES}
+        travelling = ["spread", "single"]
+        assert all(saved[strategy] > 0.6 * STATE_BYTES for strategy in travelling), (grown, kept_both)
+        assert all(grown[strategy] < 0.6 * STATE_BYTES for strategy in travelling), grown
+        # What is read directly is read into memory of its own first, and JAX gives back late what was freed.
+        assert all(grown[strategy] < 0.9 * STATE_BYTES for strategy in ("auto", "direct")), grown
+        assert all(saved[strategy] > 0 for strategy in ("auto", "direct")), (grown, kept_both)
+
+
+def test_the_arrays_of_the_old_state_are_deleted_and_nothing_else(small_cluster: lab.Cluster, small: str) -> None:
+    assert small_cluster.run(replace_small_state, small) == [{strategy: [] for strategy in STRATEGIES}] * 4
+
+
+def test_the_error_of_a_restore_that_fails_says_what_is_gone(small_cluster: lab.Cluster, kept: str) -> None:
+    for early, late, again in small_cluster.run(fail_early_and_late, kept):
+        assert "the disk is gone" in early
+        assert "old state" not in early
+        assert "the disk is gone" in late
+        assert "The old state is gone: " in late
+        assert f" of {len(STATE)} leaves had been freed on this process" in late
+        assert again == []
+
+
+# Run on the processes.
+
+
+def measure(path: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns by strategy how much memory a restore needs beside the old state, with release and without."""
+    # Freed arrays go back to the system, as on other devices: glibc would keep them for the thread that made them.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
+    grown, kept_both = {}, {}
+    for strategy in STRATEGIES:
+        with manager_of(path, strategy) as manager:
+            old = manager.restore(0, args=args_of(abstract()))  # compiles too
+            kept_both[strategy] = memory.peak_growth(functools.partial(manager.restore, 0, args=args_of(old)))
+            releasing = args_of(old, release=True)
+            grown[strategy] = memory.peak_growth(functools.partial(manager.restore, 0, args=releasing))
+            assert all(array.is_deleted() for array in old.values())
+            del old
+    return grown, kept_both
+
+
+def replace_small_state(path: str) -> dict[str, list[str]]:
+    """Replaces states with every kind of leaf; returns by strategy what is wrong."""
+    wrong: dict[str, list[str]] = {}
+    mesh = MESH.make()
+    for strategy in STRATEGIES:
+        with manager_of(path, strategy) as manager:
+            old: dict[str, Any] = {**states.make_state(SMALL, mesh), "host": np.ones(3, np.float32)}
+            beside = jax.block_until_ready(jax.jit(lambda x: x + 1)(old["bias"]))
+            old["layer_1"] = old["layer_0"]  # one array in two leaves
+            old["mask"].delete()  # as if it had been donated
+            restored = manager.restore(0, args=args_of(old, release=True))
+            wrong[strategy] = states.differences(restored, SMALL, mesh)
+            wrong[strategy] += [name for name in SMALL if not old[name].is_deleted()]
+            wrong[strategy] += ["another array"] if beside.is_deleted() else []
+            wrong[strategy] += [] if old["host"].sum() == 3 and restored["host"].sum() == 6 else ["host"]
+    return wrong
+
+
+def fail_early_and_late(path: str) -> tuple[str, str, list[str]]:
+    """Lets the reads of process 2 fail in the first group, and in a later one; returns both errors and a restore."""
+    with manager_of(path, "spread") as manager:
+        old = manager.restore(0, args=args_of(abstract()))
+        texts = []
+        for healthy in (0, 4):
+            with failing_reads_after(healthy), pytest.raises(orbax_ext.RestoreFailedError) as caught:
+                manager.restore(0, args=args_of(old, release=True))
+            texts.append(str(caught.value))
+            if healthy == 0:
+                assert not any(array.is_deleted() for array in old.values())
+        restored = manager.restore(0, args=args_of(old, release=True))  # the old arrays still describe themselves
+        return texts[0], texts[1], states.differences(restored, STATE, MESH.make())
+
+
+def failing_reads_after(count: int) -> Any:
+    read = Executor.read
+
+    async def fail(self: Executor, *given: Any) -> Any:
+        nonlocal count
+        count -= 1
+        if jax.process_index() == 2 and count < 0:
+            raise OSError("the disk is gone")
+        return await read(self, *given)
+
+    return mock.patch.object(Executor, "read", fail)
+
+
+def save_with_numpy(path: str) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        state = {**states.make_state(SMALL, MESH.make()), "host": np.full(3, 2, np.float32)}
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+
+
+def abstract() -> Any:
+    return states.abstract_state(STATE, MESH.make())
+
+
+def args_of(state: Any, release: bool = False) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(state, restore_args=orbax_ext.restore_args(state, release=release))
+
+
+def manager_of(path: str, strategy: Any) -> ocp.CheckpointManager:
+    knobs: dict[str, Any] = {
+        "strategy": strategy,
+        "broadcast_memory_limit_bytes": LIMIT,
+        "stall_timeout": 30,
+        "strict_readers": True,
+    }
+    return ocp.CheckpointManager(path, item_handlers=orbax_ext.pytree_handler(**knobs))

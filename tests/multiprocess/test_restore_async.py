@@ -1,0 +1,151 @@
+"""`restore_async` and `v1.load_async`: what is read before `result()`, and what happens in every other case."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from orbax_ext import lab
+from tests.support import file_damage, pending, states
+
+pytestmark = pytest.mark.core
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def small_cluster() -> Iterator[lab.Cluster]:
+    """One that no other test has used: after a restore that failed, Orbax's own v1 save may wait for a wrong signal."""
+    with lab.Cluster(processes=4, devices=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def saved(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("pending"))
+    small_cluster.run(pending.save, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_key(small_cluster: lab.Cluster) -> Iterator[None]:
+    yield
+    assert not any(small_cluster.run(states.coordination_keys))
+
+
+@pytest.mark.parametrize("way", pending.WAYS)
+def test_all_is_read_before_the_result_and_nothing_else_is_done(
+    small_cluster: lab.Cluster, saved: str, way: str
+) -> None:
+    found = small_cluster.run(pending.restore, saved, way)
+    assert states.all_differences([one.differences for one in found]) == []
+    assert all(one.left == () for one in found)
+    reads = [one.ahead for one in found]
+    if way == "manager_registered_single":  # only the primary replica reads what travels
+        assert reads[0] > 3 * pending.SHARE > reads[1]
+    else:
+        assert min(reads) > pending.SHARE
+    assert max(one.read for one in found) < pending.SMALL
+
+
+def test_the_callers_mesh_does_not_matter(small_cluster: lab.Cluster, saved: str) -> None:
+    for one in small_cluster.run(pending.restore, saved, "manager_registered", context="set_mesh"):
+        assert (one.differences, one.left) == ([], ())
+
+
+@pytest.mark.parametrize("way", ["manager_registered", "latest_standard"])
+def test_what_exceeds_the_memory_limit_is_read_in_the_result(small_cluster: lab.Cluster, saved: str, way: str) -> None:
+    half = pending.SHARE // 2
+    for one in small_cluster.run(pending.restore, saved, way, host_memory_limit_bytes=half):
+        assert one.differences == []
+        assert 0 < one.ahead <= half
+        assert one.read > pending.SHARE - half
+    for one in small_cluster.run(pending.restore, saved, way, host_memory_limit_bytes=0):
+        assert (one.differences, one.ahead) == ([], 0)
+
+
+def test_nothing_is_left_of_a_restore_that_nobody_wants(small_cluster: lab.Cluster, saved: str) -> None:
+    for left in small_cluster.run(pending.leave, saved):
+        for way, held, threads in left:
+            assert held < pending.SHARE / 4, way
+            assert threads == [], way
+
+
+def test_two_pending_restores_an_ordinary_one_and_a_save(small_cluster: lab.Cluster, saved: str, path: str) -> None:
+    shutil.copytree(saved, path)
+    for ordinary, first, second, again, *left in small_cluster.run(pending.several, path):
+        assert ordinary == first == second == []
+        assert again == ["result() has handed the state over already; a pending restore keeps no reference"]
+        assert left == [[]]
+
+
+def test_a_step_that_does_not_exist_is_the_error_of_the_result(small_cluster: lab.Cluster, saved: str) -> None:
+    for error, ordinary in small_cluster.run(pending.ask_for_no_step, saved):
+        assert error == ordinary
+
+
+def test_a_damaged_chunk_is_the_error_of_all(small_cluster: lab.Cluster, saved: str, path: str) -> None:
+    shutil.copytree(saved, path)
+    file_damage.truncate(str(pathlib.Path(path, "manager", "0")))
+    for exchange in ("result", "background"):
+        for first, second, *left in small_cluster.run(pending.fail, path, exchange=exchange):
+            assert "restore failed on" in first
+            assert "process 0 (" in first
+            assert first == second
+            assert left == []
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_a_process_that_does_not_ask_is_named_within_the_limits(
+    small_cluster: lab.Cluster, saved: str, limit: float | None
+) -> None:
+    results = small_cluster.run(pending.fail, saved, absent=2, limit=limit)
+    for first, second, *left in results[:2] + results[3:]:
+        assert "RestoreTimeoutError" in first
+        assert "process 2" in first
+        assert first == second
+        assert left == []
+
+
+def test_the_example_computes_what_the_sequential_program_does(small_cluster: lab.Cluster, path: str) -> None:
+    sequential, overlapped = (str(EXAMPLES / name) for name in ("train.py", "overlap.py"))
+    small_cluster.run(pending.losses, sequential, path, 3)
+    shutil.copytree(path, f"{path}_copy")
+    expected, *_ = small_cluster.run(pending.losses, sequential, path, 6)
+    found, *_ = small_cluster.run(pending.losses, overlapped, f"{path}_copy", 6)
+    assert len(expected) == 3
+    assert found == expected  # nine digits tell all float32 numbers apart
+    assert len((EXAMPLES / "overlap.py").read_text().splitlines()) <= 80
+
+
+# exchange="background"
+
+
+@pytest.mark.parametrize("context", ["none", "set_mesh"])
+@pytest.mark.parametrize("way", ["manager", "manager_registered", "v1_context"])
+def test_the_whole_restore_runs_in_the_background(
+    small_cluster: lab.Cluster, saved: str, way: str, context: str
+) -> None:
+    for one in small_cluster.run(pending.restore_in_background, saved, way, context):
+        assert (one.differences, one.left) == ([], ())
+
+
+def test_two_whole_restores_run_one_after_the_other(small_cluster: lab.Cluster, saved: str) -> None:
+    assert small_cluster.run(pending.several_in_background, saved) == [[[], [], []]] * 4
+
+
+def test_a_restore_in_the_background_can_be_waited_for_again(small_cluster: lab.Cluster, saved: str) -> None:
+    for message, differences in small_cluster.run(pending.wait_a_little, saved):
+        assert "has not ended within 0 s" in message
+        assert differences == []
+
+
+def test_a_process_that_cancels_in_the_background_ends_it_for_all(small_cluster: lab.Cluster, saved: str) -> None:
+    results = small_cluster.run(pending.fail, saved, absent=2, exchange="background")
+    for first, second, *left in results[:2] + results[3:]:
+        assert "process 2" in first
+        assert first == second
+        assert left == []

@@ -1,0 +1,358 @@
+"""Restores that are begun early: what the processes run, and what they find."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import io
+import runpy
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from orbax.checkpoint._src.multihost import multihost
+
+import orbax_ext
+from orbax_ext.meeting.session import Session
+from orbax_ext.storage import counters
+from orbax_ext.transfer.collectives import Exchange
+from tests.support import states
+from tests.support.states import MeshSpec, P, Spec
+
+MESH = MeshSpec((4, 2), ("dp", "tp"))
+STATE = {
+    **{f"layer_{number}": Spec((1024, 1024), "float32", P("tp")) for number in range(8)},
+    **{f"sharded_{number}": Spec((1024, 256), "bfloat16", P(("dp", "tp"))) for number in range(3)},  # read directly
+    **{f"bias_{number}": Spec((24 + number,), "float32") for number in range(40)},
+    "mask": Spec((32,), "bool"),
+    "step": Spec((), "int32"),
+}
+SHARE = 8 * (4 << 20) // 4 + 3 * (1 << 19) // 4  # bytes that a process reads of the large leaves
+SMALL = 64 << 10  # bytes: more than all metadata and small leaves together, less than a share of one layer
+GROUPS: dict[str, Any] = {"broadcast_memory_limit_bytes": 24 << 20}  # several groups
+PATIENCE = 60.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What one process found."""
+
+    differences: list[str]
+    ahead: int  # bytes that were held before `result`
+    read: int  # bytes that were read in `result`
+    strategy: frozenset[str] = frozenset()
+    left: tuple[str, ...] = ()  # threads that are left
+
+
+def save(path: str) -> None:
+    """Saves the state as step 0 and, with other values nowhere, as step 1, and for the v1 API."""
+    state = states.make_state(STATE, MESH.make())
+    with ocp.CheckpointManager(f"{path}/manager") as manager:
+        for step in (0, 1):
+            manager.save(step, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+    with ocp.CheckpointManager(f"{path}/composite") as manager:
+        items = {"params": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave({"epoch": 3})}
+        manager.save(0, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    getattr(ocp_v1, "save", ocp_v1.save_pytree)(f"{path}/v1", state)
+
+
+def abstract() -> dict[str, jax.ShapeDtypeStruct]:
+    return states.abstract_state(STATE, MESH.make())
+
+
+def pytree_args() -> Any:
+    return ocp.args.PyTreeRestore(abstract(), restore_args=orbax_ext.restore_args(abstract()))
+
+
+def differences(state: Any) -> list[str]:
+    return states.differences(state, STATE, MESH.make())
+
+
+@contextlib.contextmanager
+def nothing_but_reading() -> Iterator[None]:
+    """Fails whoever puts something onto a device, meets other processes or enters a barrier of Orbax."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this must wait for result()")
+
+    targets = [
+        (jax, "device_put"),
+        (jax, "make_array_from_single_device_arrays"),
+        (Exchange, "_start"),
+        (Session, "arrive"),
+        (multihost, "sync_global_processes"),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name in targets:
+            stack.enter_context(mock.patch.object(owner, name, fail))
+        yield
+
+
+def wait(pending: Any) -> int:
+    """Waits until all is read ahead; returns the bytes."""
+    deadline = time.monotonic() + PATIENCE
+    while not pending.done():
+        assert time.monotonic() < deadline, "reading ahead does not end"
+        time.sleep(0.01)
+    assert pending.exception() is None
+    return int(pending.progress().done)
+
+
+def threads() -> list[str]:
+    """Returns the names of our threads that do not end within a few seconds."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("orbax_ext")]
+    for thread in ours:
+        thread.join(5.0)
+    return [thread.name for thread in ours if thread.is_alive()]
+
+
+# The ways to begin a restore. Each takes the path and the arguments of `restore_async`, and returns the state's pending
+# restore with what has to stay open until `result`.
+
+
+@contextlib.contextmanager
+def manager(path: str, **arguments: Any) -> Iterator[Any]:
+    with ocp.CheckpointManager(f"{path}/manager") as made:
+        yield orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
+
+
+@contextlib.contextmanager
+def manager_registered(path: str, **arguments: Any) -> Iterator[Any]:
+    with orbax_ext.registered(strategy="spread", **GROUPS), manager(path, **arguments) as pending:
+        yield pending
+
+
+@contextlib.contextmanager
+def manager_registered_single(path: str, **arguments: Any) -> Iterator[Any]:
+    with orbax_ext.registered(strategy="single", replica_axis="dp", **GROUPS), manager(path, **arguments) as pending:
+        yield pending
+
+
+@contextlib.contextmanager
+def manager_with_stock_handler(path: str, **arguments: Any) -> Iterator[Any]:
+    stock = ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=0)
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    with orbax_ext.registered(strategy="spread"):
+        ocp.type_handlers.register_type_handler(jax.Array, stock, override=True)
+        try:
+            with manager(path, **arguments) as pending:
+                yield pending
+        finally:
+            ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
+
+
+@contextlib.contextmanager
+def own_handler(path: str, **arguments: Any) -> Iterator[Any]:
+    handler = orbax_ext.pytree_handler(strategy="spread", **GROUPS)
+    with ocp.CheckpointManager(f"{path}/manager", item_handlers=handler) as made:
+        yield orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
+
+
+@contextlib.contextmanager
+def latest_standard(path: str, **arguments: Any) -> Iterator[Any]:
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        yield orbax_ext.restore_async(made, None, args=ocp.args.StandardRestore(abstract()), **arguments)
+
+
+@contextlib.contextmanager
+def checkpointer(path: str, **arguments: Any) -> Iterator[Any]:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as made:
+        yield orbax_ext.restore_async(made, f"{path}/manager/0/default", args=pytree_args(), **arguments)
+
+
+@contextlib.contextmanager
+def standard_checkpointer(path: str, **arguments: Any) -> Iterator[Any]:
+    args = ocp.args.StandardRestore(abstract())
+    with ocp.StandardCheckpointer() as made:
+        yield orbax_ext.restore_async(made, f"{path}/manager/0/default", args=args, **arguments)
+
+
+@contextlib.contextmanager
+def composite(path: str, **arguments: Any) -> Iterator[Any]:
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract()), notes=ocp.args.JsonRestore())
+    with ocp.CheckpointManager(f"{path}/composite") as made:
+        yield orbax_ext.restore_async(made, 0, args=args, **arguments)
+
+
+@contextlib.contextmanager
+def v1(path: str, **arguments: Any) -> Iterator[Any]:
+    yield orbax_ext.v1.load_async(f"{path}/v1", abstract(), **arguments)
+
+
+@contextlib.contextmanager
+def v1_context(path: str, **arguments: Any) -> Iterator[Any]:
+    with orbax_ext.v1.context(strategy="spread", **GROUPS):
+        pending = orbax_ext.v1.load_async(f"{path}/v1", abstract(), **arguments)
+    yield pending
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        manager,
+        manager_registered,
+        manager_registered_single,
+        manager_with_stock_handler,
+        own_handler,
+        latest_standard,
+        checkpointer,
+        standard_checkpointer,
+        composite,
+        v1,
+        v1_context,
+    )
+}
+
+
+def restore(path: str, way: str, *, context: str = "none", **arguments: Any) -> Restored:
+    """Reads ahead, with everything else forbidden, and then takes the result."""
+    registered = ocp.type_handlers.get_type_handler(jax.Array)
+    with states.in_context(context, MESH.make()):
+        with WAYS[way](path, **arguments) as pending:
+            with nothing_but_reading():
+                ahead = wait(pending)
+            before = counters.bytes_read()
+            state = pending.result()
+            read = counters.bytes_read() - before
+        jax.block_until_ready(jax.tree.leaves(dict(state.items())))
+    report = orbax_ext.last_report()
+    strategy = states.strategy_names(report.strategy.values()) if report else ()
+    if way == "composite":
+        assert state["notes"] == {"epoch": 3}
+        state = state["params"]
+    assert ocp.type_handlers.get_type_handler(jax.Array) is registered
+    return Restored(differences(state), ahead, read, frozenset(strategy), tuple(threads()))
+
+
+def restore_in_background(path: str, way: str, context: str) -> Restored:
+    """Restores with `exchange="background"`."""
+    with states.in_context(context, MESH.make()), WAYS[way](path, exchange="background") as pending:
+        compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+        state = pending.result()
+        assert pending.done()
+        jax.block_until_ready(state)
+    assert compiled is not None
+    return Restored(differences(state), 0, 0, frozenset(), tuple(threads()))
+
+
+def leave(path: str) -> list[tuple[str, int, list[str]]]:
+    """Leaves pending restores in every way; returns what is left: (way, bytes of memory, threads)."""
+    left = []
+    tracemalloc.start()
+    for way in ("cancelled", "dropped", "with", "at once", "background"):
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        with ocp.CheckpointManager(f"{path}/manager") as made:
+            arguments: Any = {"exchange": "background"} if way == "background" else {}
+            pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
+            if way == "background":
+                wait(pending)
+            elif way != "at once":
+                assert wait(pending) > SHARE
+                assert tracemalloc.get_traced_memory()[0] - before > SHARE
+            if way == "with":
+                with pending:
+                    pass
+            elif way != "dropped":
+                assert pending.cancel()
+                assert pending.cancel()  # again
+                _refuses(pending)
+            del pending
+        gc.collect()
+        left.append((way, tracemalloc.get_traced_memory()[0] - before, threads()))
+    tracemalloc.stop()
+    return left
+
+
+def _refuses(pending: Any) -> None:
+    with pytest.raises(concurrent.futures.CancelledError):
+        pending.result()
+
+
+def several(path: str) -> list[list[str]]:
+    """Two pending restores, an ordinary one and a save meanwhile; then each result, twice."""
+    mesh, found = MESH.make(), []
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        first = orbax_ext.restore_async(made, 0, args=pytree_args())
+        second = orbax_ext.restore_async(made, 1, args=pytree_args())
+        found.append(differences(made.restore(1, args=pytree_args())))
+        made.save(2, args=ocp.args.PyTreeSave(states.make_state({"step": STATE["step"]}, mesh)))
+        found += [differences(first.result()), differences(second.result())]
+        made.wait_until_finished()
+        try:
+            first.result()
+        except RuntimeError as error:
+            found.append([str(error)])
+        assert not second.cancel()
+    return [*found, threads()]
+
+
+def several_in_background(path: str) -> list[list[str]]:
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = [orbax_ext.restore_async(made, step, args=pytree_args(), exchange="background") for step in (0, 1)]
+        return [*(differences(one.result()) for one in pending), threads()]
+
+
+def fail(path: str, absent: int | None = None, limit: float | None = None, **arguments: Any) -> list[str]:
+    """Returns the error of `result`, twice, and what is left. Process `absent` begins, but asks for no result."""
+    texts = []
+    with orbax_ext.registered(stall_timeout=4.0, **GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
+        if jax.process_index() == absent:
+            pending.cancel()
+            return []
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"\w") as raised:
+                pending.result(limit)
+            assert pending.exception() is raised.value
+            texts.append(text_of(raised.value))
+    return [*texts, *threads()]
+
+
+def losses(program: str, checkpoints: str, steps: int) -> list[str]:
+    """Runs a program of examples/ and returns the losses that this process prints."""
+    arguments = [program, checkpoints, "--steps", str(steps), "--save-every", "3"]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(jax.distributed, "initialize"),  # this process has joined already
+    ):
+        runpy.run_path(program, run_name="__main__")
+    return output.getvalue().splitlines()
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def ask_for_no_step(path: str) -> tuple[str, str]:
+    """Returns the errors of a pending and of an ordinary restore of a step that does not exist."""
+    with orbax_ext.registered(), ocp.CheckpointManager(f"{path}/manager") as made:
+        with pytest.raises(Exception, match=r"\w") as pending:
+            orbax_ext.restore_async(made, 77, args=pytree_args()).result()
+        with pytest.raises(Exception, match=r"\w") as ordinary:
+            made.restore(77, args=pytree_args())
+    return text_of(pending.value), text_of(ordinary.value)
+
+
+def wait_a_little(path: str) -> list[Any]:
+    """Asks a restore in the background for its result before it can be there, then again."""
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange="background")
+        try:
+            pending.result(timeout=0.0)
+        except orbax_ext.RestoreTimeoutError as error:
+            return [str(error), differences(pending.result(timeout=PATIENCE))]
+    return []

@@ -1,0 +1,151 @@
+"""`restore_async` on one process. tests/multiprocess/test_restore_async.py has several."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_ext
+from orbax_ext.storage import counters
+from tests.support import states
+
+
+def state() -> dict[str, Any]:
+    sharding = NamedSharding(jax.make_mesh((1, 1), ("dp", "tp")), P("tp"))
+    return {
+        "sharded": jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding),
+        "on_one_device": jax.device_put(jnp.arange(1 << 15, dtype=jnp.int8), SingleDeviceSharding(jax.devices()[0])),
+        "scalar": jax.device_put(jnp.int32(7), sharding.update(spec=P())),
+        "cast": jax.device_put(jnp.arange(9, dtype=jnp.float32), sharding),
+        "key": jax.random.key(3),
+        "numpy": np.arange(5),
+        "number": 3,
+    }
+
+
+def abstract() -> dict[str, Any]:
+    def describe(leaf: Any) -> Any:
+        array = isinstance(leaf, jax.Array)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if array else leaf
+
+    tree = {name: describe(leaf) for name, leaf in state().items()}
+    return {**tree, "cast": tree["cast"].update(dtype=jnp.bfloat16)}
+
+
+HELD = (4 << 16) + (1 << 15)  # bytes of the large leaves
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("background")
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(state()))
+    return path
+
+
+def begin(manager: Any, **arguments: Any) -> orbax_ext.PendingRestore:
+    return orbax_ext.restore_async(manager, 3, args=ocp.args.StandardRestore(abstract()), **arguments)
+
+
+def wait(pending: orbax_ext.PendingRestore) -> int:
+    deadline = time.monotonic() + 60
+    while not pending.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return pending.progress().done
+
+
+def assert_restored(restored: dict[str, Any]) -> None:
+    for name, expected in state().items():
+        found = restored[name]
+        if name == "cast":
+            expected = expected.astype(jnp.bfloat16)
+        if isinstance(expected, jax.Array):
+            assert found.sharding == expected.sharding, name
+            assert found.dtype == expected.dtype, name
+        if name == "key":
+            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
+        assert states.bits(found) == states.bits(expected), name
+
+
+def test_leaves_of_every_kind_are_restored_and_large_ones_are_read_ahead(saved: pathlib.Path) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        assert wait(pending) >= HELD
+        before = counters.bytes_read()
+        assert_restored(pending.result())
+        assert counters.bytes_read() - before < 8 << 10
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_it_works_while_an_event_loop_runs(saved: pathlib.Path, exchange: str) -> None:
+    """As in a notebook."""
+
+    async def cell(manager: Any) -> Any:
+        pending = begin(manager, exchange=exchange)
+        assert exchange == "background" or wait(pending) >= HELD
+        return pending.result()
+
+    with ocp.CheckpointManager(saved) as manager:
+        assert_restored(asyncio.run(cell(manager)))
+
+
+def test_a_registration_that_has_ended_meanwhile_does_no_harm(saved: pathlib.Path) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(strategy="direct"):
+            pending = begin(manager)
+        assert_restored(pending.result())
+    assert not isinstance(ocp.type_handlers.get_type_handler(jax.Array), orbax_ext.BroadcastArrayHandler)
+
+
+def test_the_end_of_a_block_gives_it_up(saved: pathlib.Path) -> None:
+    before = {*threading.enumerate()}
+    with ocp.CheckpointManager(saved) as manager, begin(manager) as pending:
+        pass
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("orbax_ext")]
+    assert pending.cancel()
+    assert "cancelled" in str(pending.exception())
+
+
+def test_the_block_may_have_taken_the_result(saved: pathlib.Path) -> None:
+    with ocp.CheckpointManager(saved) as manager, begin(manager) as pending:
+        restored = pending.result()
+    assert_restored(restored)
+    assert not pending.cancel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"exchange": "foreground"}, "exchange must be one of result, background; found 'foreground'"),
+        ({"host_memory_limit_bytes": -1}, "host_memory_limit_bytes must be 0 or more; found -1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(saved: pathlib.Path, arguments: dict[str, Any], message: str) -> None:
+    with ocp.CheckpointManager(saved) as manager, pytest.raises(ValueError, match=message):
+        begin(manager, **arguments)
+    with pytest.raises(ValueError, match=message):
+        orbax_ext.v1.load_async(saved / "3", **arguments)
+
+
+def test_what_can_not_restore_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes a CheckpointManager or a Checkpointer; found a str.*v1\.load_async"):
+        orbax_ext.restore_async("/checkpoints", 3)
+
+
+def test_a_registry_without_orbax_ext_is_refused(saved: pathlib.Path) -> None:
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, ocp.type_handlers.ArrayHandler()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer, pytest.raises(ValueError, match=r"orbax_ext\.pytree_handler\(\)"):
+        orbax_ext.restore_async(checkpointer, saved / "3" / "default", args=ocp.args.PyTreeRestore())

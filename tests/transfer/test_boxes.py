@@ -1,0 +1,116 @@
+"""Boxes of stored arrays arrive in the buffers bit for bit; what needs more than that is left to Orbax."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import type_handlers
+
+from orbax_ext.plan import Slice
+from orbax_ext.request import LeafRequest, given_request
+from orbax_ext.transfer import boxes, reading
+from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.boxes import ReadItem
+from orbax_ext.upstream.array_handler import array_context
+
+VALUES = {
+    "floats": np.array([[-0.0, np.nan, 1.5], [2, 3, 4]], np.float32),
+    "scalar": np.array(7, np.int32),
+    "flags": np.array([True, False, True]),
+    "halves": np.array([0x7FC1, 0x8000, 0x3F80], np.uint16).view(jnp.bfloat16),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["ocdbt", "files"])
+def stored(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> tuple[pathlib.Path, bool]:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=request.param)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "step", args=ocp.args.PyTreeSave({n: jnp.asarray(v) for n, v in VALUES.items()}))
+    return tmp_path / "step", request.param
+
+
+def items(stored: tuple[pathlib.Path, bool], **changed: Any) -> list[ReadItem]:
+    path, in_database = stored
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), P())
+    infos, args = [], []
+    for name, value in VALUES.items():
+        infos.append(
+            type_handlers.ParamInfo(
+                name=name,
+                parent_dir=epath.Path(path),
+                is_ocdbt_checkpoint=in_database,
+                use_zarr3=False,
+                ts_context=array_context(in_database),
+            )
+        )
+        shape, dtype = changed.get(name, (value.shape, value.dtype))
+        args.append(type_handlers.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype))
+    requests = given_request(infos, args).leaf_requests
+    return [_item(index, request) for index, request in enumerate(requests)]
+
+
+def _item(index: int, request: LeafRequest) -> ReadItem:
+    leaf = request.leaf
+    return ReadItem(index, request, leaf, request.sharding, Block(leaf.block, jnp.dtype(leaf.dtype)))
+
+
+def test_what_is_stored_arrives_bit_for_bit(stored: tuple[pathlib.Path, bool]) -> None:
+    found = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), items(stored)))
+    for index, value in enumerate(VALUES.values()):
+        (block,) = found[index].values()
+        assert (block.dtype, block.tobytes()) == (value.dtype, value.tobytes())
+        assert block.ctypes.data % 64 == 0
+
+
+def test_a_leaf_is_read_into_the_buffer_that_is_given(stored: tuple[pathlib.Path, bool]) -> None:
+    given = items(stored)[0]
+    buffer = np.zeros((2, 3), np.float32)
+    item = ReadItem(given.index, given.request, given.leaf, given.sharding, given.block, {jax.devices()[0]: buffer})
+    found = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), [item]))
+    assert found[0][jax.devices()[0]] is buffer
+    assert buffer.tobytes() == VALUES["floats"].tobytes()
+
+
+def test_a_slice_is_read_from_its_rows(stored: tuple[pathlib.Path, bool]) -> None:
+    whole = items(stored)[0]
+    leaf = whole.leaf.sliced(Slice(0, 1, 1, 2))
+    item = ReadItem(0, whole.request, leaf, whole.sharding, Block(leaf.block, jnp.dtype(leaf.dtype)))
+    ((block,),) = (found.values() for found in asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), [item])).values())
+    assert block.tobytes() == VALUES["floats"][:, 1:3].tobytes()
+
+
+def test_casts_and_other_shapes_are_left_to_orbax(stored: tuple[pathlib.Path, bool]) -> None:
+    changed = items(stored, floats=((2, 3), np.dtype(np.float16)), flags=((5,), np.dtype(bool)))
+    assert sorted(asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), changed))) == [1, 3]
+
+
+def test_an_array_that_is_not_there_raises_the_error_of_orbax(stored: tuple[pathlib.Path, bool]) -> None:
+    item = items(stored)[0]
+    item.request.info.name = "nowhere"
+    handler = type_handlers.ArrayHandler(array_metadata_store=None)
+    with pytest.raises((ValueError, FileNotFoundError)) as ours:
+        asyncio.run(reading.read_blocks(handler, [item]))
+    with pytest.raises((ValueError, FileNotFoundError)) as plain:
+        asyncio.run(handler.deserialize([item.request.info], [item.request.arg]))
+    assert type(ours.value) is type(plain.value)
+
+
+def test_memory_is_used_again_after_it_was_given_back() -> None:
+    memory = boxes.UsedMemory()
+    block = memory.empty((4, 8), np.float32)
+    assert memory.empty((4, 8), np.float32).ctypes.data != block.ctypes.data
+    assert block.ctypes.data % 64 == 8  # JAX copies from there
+    memory.give_back([block, block])  # two devices hold the same
+    again = memory.empty((64,), np.int16)
+    assert (again.ctypes.data, again.shape) == (block.ctypes.data, (64,))
+    assert memory.empty((64,), np.int16).ctypes.data != block.ctypes.data
