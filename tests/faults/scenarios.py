@@ -92,6 +92,17 @@ def read_error(path: str, implementation: str) -> Record:
         return restore(path, implementation)
 
 
+def strict_read_error(path: str, implementation: str) -> Record:
+    knobs: Any = {"strict_readers": True} if implementation == "ours" else {}
+    with on(READER, fault_injection.read_error):
+        return restore(path, implementation, **knobs)
+
+
+def reader_stalled(path: str, implementation: str) -> Record:
+    with on(READER, lambda: fault_injection.slow_reads(1000)):
+        return restore(path, implementation)
+
+
 def permission_denied(path: str, implementation: str) -> Record:
     with on(READER, fault_injection.as_nobody):
         return restore(path, implementation)

@@ -50,22 +50,23 @@ class Fault:
 
 FAULTS = [
     Fault(
-        "read error on the reader",
-        scenarios.read_error,
+        "read error on the reader, strict_readers=True",
+        scenarios.strict_read_error,
         "RestoreFailedError",
         READER,
         message="OSError: the disk is gone",
     ),
+    Fault("read error on the reader", scenarios.read_error, "restored", None),
+    Fault("storage of the reader stalls", scenarios.reader_stalled, "restored", None),
     Fault("corrupted chunk", scenarios.healthy, "RestoreFailedError", READER, file_damage.corrupt),
     Fault("truncated file", scenarios.healthy, "RestoreFailedError", READER, file_damage.truncate),
     Fault("missing file", scenarios.healthy, "RestoreFailedError", READER, file_damage.remove),
     Fault(
         "permission denied on the reader",
         scenarios.permission_denied,
-        "RestoreFailedError",
-        READER,
+        "restored",
+        None,
         file_damage.lock,
-        message="PERMISSION_DENIED",
     ),
     Fault("reader stopped past the limit", scenarios.reader_stopped, "RestoreTimeoutError", READER, stopped=READER),
     Fault(
@@ -291,7 +292,6 @@ def test_restores_with_random_faults_leave_memory_and_coordination_keys_flat(are
 
 def _check_soak(fault: str, rank: int, records: list[Record]) -> None:
     expected = {
-        "read error": ("RestoreFailedError", READER),
         "exchange": ("RestoreFailedError", rank),
         "another tree": ("PlanMismatchError", rank),
         "other options": ("PlanMismatchError", rank),

@@ -26,15 +26,30 @@ KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 1 << 16, "stall_t
 CALLS = ["complete args", "only shardings", "no args"]
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(scope="module")
 def processes(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
     """One process with 8 devices, or four with 2 each."""
     with lab.Cluster(request.param, 8 // request.param) as running:
         yield running
 
 
-@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
-@pytest.mark.parametrize("zarr3", [False, True], ids=["zarr2", "zarr3"])
+@pytest.mark.parametrize(
+    ("processes", "ocdbt", "zarr3"),
+    [
+        pytest.param(
+            count,
+            ocdbt,
+            zarr3,
+            id=f"{count}-zarr{3 if zarr3 else 2}-{'ocdbt' if ocdbt else 'files'}",
+            # One process shows every format; four show a format of each kind of metadata and of files.
+            marks=[pytest.mark.long] if count == 4 and ocdbt == zarr3 else [],
+        )
+        for count in (1, 4)
+        for ocdbt in (True, False)
+        for zarr3 in (False, True)
+    ],
+    indirect=["processes"],
+)
 def test_damage_of_every_file_is_refused_with_plain_orbax_s_type(
     processes: lab.Cluster, tmp_path: pathlib.Path, ocdbt: bool, zarr3: bool
 ) -> None:

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,10 @@ import numpy as np
 from orbax.checkpoint._src.multihost import multislice
 from orbax.checkpoint._src.serialization import serialization
 
+from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
 from orbax_ext.transfer.executor import Executor
-from orbax_ext.transfer.verify import verify
+from orbax_ext.transfer.verify import Digests
 
 SLOW = 3.0  # seconds that a reader takes where something else has to happen meanwhile
 
@@ -40,8 +41,16 @@ def on(
 @contextlib.contextmanager
 def replaced_read(replace: Callable[[Read], Read]) -> Iterator[None]:
     """Replaces the function that reads one array on this process, for stock Orbax and for orbax_ext."""
-    with mock.patch.object(serialization, "async_deserialize", replace(serialization.async_deserialize)):
+    with (
+        mock.patch.object(serialization, "async_deserialize", replace(serialization.async_deserialize)),
+        mock.patch.object(boxes, "fetch", replace(boxes.fetch)),
+    ):
         yield
+
+
+async def _nothing(*_: Any) -> dict[int, Any]:
+    """Stands in for `boxes.fetch` where every array has to be read through Orbax."""
+    return {}
 
 
 def before_each_read(action: Callable[[], Awaitable[None]]) -> contextlib.AbstractContextManager[None]:
@@ -82,6 +91,9 @@ def slow_but_advancing(pause: float) -> contextlib.AbstractContextManager[None]:
     turn = asyncio.Lock()
 
     def replace(original: Read) -> Read:
+        if original is boxes.fetch:
+            return _nothing  # it would read many arrays at once
+
         async def read(*args: Any, **kwargs: Any) -> Any:
             async with turn:
                 await asyncio.sleep(pause)
@@ -181,16 +193,15 @@ def before_collective(implementation: str, number: int, action: Callable[[], Non
 
 @contextlib.contextmanager
 def damaging(leaf: str, ranks: list[int]) -> Iterator[None]:
-    """Changes one element of a leaf on the last device of some processes, after the exchange."""
+    """Changes one element of a leaf on the last device of some processes, when it has arrived."""
+    begin = Digests.begin
 
-    async def damage_and_verify(session: Any, request: Any, arrays: Any) -> None:
-        arrays = list(arrays)
-        if jax.process_index() in ranks:
-            index = next(i for i, requested in enumerate(request.leaves) if requested.name == leaf)
-            arrays[index] = _with_a_changed_element(arrays[index])
-        await verify(session, request, arrays)
+    def damage_and_begin(digests: Digests, arrays: Mapping[int, Any]) -> None:
+        names = [requested.name for requested in digests._leaves]
+        damaged = {index: _with_a_changed_element(array) for index, array in arrays.items() if names[index] == leaf}
+        begin(digests, {**arrays, **(damaged if jax.process_index() in ranks else {})})
 
-    with mock.patch("orbax_ext.handler.verify", damage_and_verify):
+    with mock.patch.object(Digests, "begin", damage_and_begin):
         yield
 
 
