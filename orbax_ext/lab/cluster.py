@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from orbax_ext.lab.forked import ForkServerGoneError, server_for
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
 _START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is slow
@@ -189,14 +190,20 @@ class Cluster:
             "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])),
             **self._env,
         }
-        command = [*self._command_prefix(rank), self._python, "-m", "orbax_ext.lab.worker", str(theirs.fileno())]
         with theirs, self._log_path(rank).open("ab") as log:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
-            )
+            process = self._start_process(rank, env, theirs.fileno(), log.fileno())
         worker = _Worker(rank, process, connection.Connection(ours.detach()))
         worker.send(Setup(rank, self.processes, coordinator, _paths_to_share(self._python)))
         return worker
+
+    def _start_process(self, rank: int, env: Mapping[str, str], channel: int, log: int) -> _Process:
+        """Starts a process, forked from one that has imported JAX where it would have the same interpreter."""
+        prefix = self._command_prefix(rank)
+        if not prefix and self._python == sys.executable:
+            with contextlib.suppress(ForkServerGoneError):  # a process of its own says in its log why
+                return server_for(env).fork(env, self.devices, channel, log)
+        command = [*prefix, self._python, "-m", "orbax_ext.lab.worker", str(channel)]
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[channel])
 
     def _log_path(self, rank: int) -> pathlib.Path:
         return self._log_dir / f"rank{rank}.log"
@@ -243,12 +250,22 @@ class Run:
         return outcomes
 
 
+class _Process(Protocol):
+    """A `subprocess.Popen` or a `ForkedProcess`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+
+
 @dataclasses.dataclass(eq=False)
 class _Worker:
     """One process and the connection to it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: _Process
     channel: connection.Connection[Any, Any]
     idle: bool = False
 

@@ -12,6 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAIN_ALIAS = "__orbax_ext_lab_main__"  # so that `if __name__ == "__main__"` does not run again in the processes
+LONGEST_MESSAGE = 1 << 18  # bytes to and from the fork server: what the system allows. An environment is the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A request to the fork server for a process. The descriptors of its channel and its log travel with it.
+
+    The server answers with the process's number. A message of that number alone asks for its exit code, None if it
+    still runs.
+    """
+
+    environment: Mapping[str, str]
+    directory: str
+    devices: int
 
 
 @dataclasses.dataclass(frozen=True)

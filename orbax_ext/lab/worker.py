@@ -1,12 +1,14 @@
 """One process of a local cluster: joins the others, then calls the functions that the parent sends.
 
-`Cluster` starts it as `python -m orbax_ext.lab.worker FD`, where FD is a socket to the parent.
+The fork server forks it, or `Cluster` starts it as `python -m orbax_ext.lab.worker FD`, where FD is a socket to the
+parent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -37,6 +39,9 @@ def main(fd: int) -> None:
 
 def _join(setup: Setup) -> int:
     import jax
+
+    for module in os.environ.get("ORBAX_EXT_LAB_PRELOAD", "").split():
+        importlib.import_module(module)
 
     jax.distributed.initialize(setup.coordinator, setup.processes, setup.rank, initialization_timeout=_JOIN_LIMIT)
     return jax.device_count()

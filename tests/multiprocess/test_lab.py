@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -28,6 +29,38 @@ def test_functions_run_one_after_another_on_all_processes(pair: lab.Cluster) -> 
     first = pair.pids
     assert pair.run(add, 1, by=2) == [3, 3]
     assert pair.pids == first
+
+
+def test_processes_are_forked_unless_jax_must_be_imported_again(pair: lab.Cluster) -> None:
+    (server,) = {parent for parent, _, _, _ in pair.run(describe)}
+    assert server != os.getpid()
+    with lab.Cluster(1, env={"MINE": "1", "ORBAX_EXT_LAB_PRELOAD": "colorsys wave"}) as other:
+        assert other.run(describe) == [(server, False, "1", True)]
+    with lab.Cluster(1, env={"JAX_ENABLE_X64": "1"}) as other:
+        ((parent, x64, mine, _),) = other.run(describe)
+    assert parent != server
+    assert (x64, mine) == (True, None)
+    with lab.Cluster(1, command_prefix=lambda rank: ("env", "MINE=2")) as other:
+        assert other.run(describe) == [(os.getpid(), False, "2", False)]
+
+
+def test_forked_processes_draw_different_numbers(pair: lab.Cluster) -> None:
+    first, second = pair.run(draw)
+    assert first != second
+
+
+def test_the_fork_server_ends_with_its_parent() -> None:
+    script = (
+        "import os; from orbax_ext import lab; from tests.multiprocess.test_lab import describe\n"
+        "cluster = lab.Cluster(1); print(cluster.run(describe)[0][0], cluster.pids[0], flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    deadline = time.monotonic() + 30
+    left = {int(pid) for pid in done.stdout.split()}
+    assert len(left) == 2
+    while left := {pid for pid in left if runs(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_failure_shows_the_traceback_and_the_log_of_the_process(pair: lab.Cluster) -> None:
@@ -90,6 +123,13 @@ def test_a_users_own_script_works(tmp_path: pathlib.Path) -> None:
     assert done.stdout == "[6, 6]\n", done.stderr
 
 
+def runs(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # Run on the processes.
 
 
@@ -97,6 +137,19 @@ def who_am_i() -> tuple[int, int, int]:
     import jax
 
     return jax.process_index(), jax.process_count(), jax.device_count()
+
+
+def describe() -> tuple[int, bool, str | None, bool]:
+    """Returns the parent, whether JAX has 64 bits, a variable, and whether the preloaded modules are there."""
+    import jax
+
+    return os.getppid(), jax.config.jax_enable_x64, os.environ.get("MINE"), {"colorsys", "wave"} <= sys.modules.keys()
+
+
+def draw() -> tuple[float, float]:
+    import numpy as np
+
+    return random.random(), float(np.random.rand())
 
 
 def add(number: int, by: int = 1) -> int:
