@@ -15,7 +15,7 @@ from orbax_ext.cli import exits
 # In the order of --help. A command's module is imported only when that command runs: importing JAX takes a second.
 COMMANDS = {
     "check": "restore a checkpoint on this cluster, discard the result, and give a verdict",
-    "demo": "restore a small state with stock Orbax and with orbax_ext on a local cluster",
+    "demo": "show in five acts what stock Orbax and orbax_ext do on a local cluster",
     "doctor": "list which known defects of Orbax this installation has, and what fixes them",
     "inspect": "show what a checkpoint holds and how it is stored",
     "patch": "apply the patches to a source tree of Orbax",
@@ -24,7 +24,7 @@ COMMANDS = {
     "run": "run a Python program with orbax_ext registered",
     "verify": "compare a checkpoint with the digests stored beside it, or write them",
 }
-_FOLDERS = ("check", "doctor")  # commands that are a folder with a module `command`
+_FOLDERS = ("check", "demo", "doctor")  # commands that are a folder with a module `command`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ MISTAKES = {
     "check with a bad spec": (["check", "{ckpt}", "--spec", "*.w=Q(tp)"], "such as P(None, tp)"),
     "check with a bad size": (["check", "{ckpt}", "--local", "4"], "such as 4x8"),
     "check without time": (["check", "{ckpt}", "--timeout", "0"], "positive number of seconds"),
-    "demo of nothing": (["demo", "--processes", "1"], "at least 2 processes"),
+    "demo of nothing": (["demo", "--megabytes", "0"], "at least 1 megabyte"),
     "inspect of nothing": (["inspect", "{tmp}/none"], "does not exist"),
     "inspect of something else": (["inspect", "{tmp}"], "no step was saved here"),
     "patch of nothing": (["patch", "--to", "{tmp}"], "Give the directory that does"),
@@ -42,7 +42,7 @@ MISTAKES = {
     "verify without digests": (["verify", "{ckpt}"], "`orbax-ext verify --write` makes it"),
     "verify of a step that is not there": (["verify", "{ckpt}", "--step", "9"], "has no step 9; it has 0"),
 }
-LONG = {"demo": ["demo"], "doctor": ["doctor"], "check": ["check", "{ckpt}", "--local", "2x1"]}
+LONG = {"demo": ["demo", "--json"], "doctor": ["doctor"], "check": ["check", "{ckpt}", "--local", "2x1"]}
 
 
 @pytest.fixture(scope="module")

@@ -261,8 +261,13 @@ def test_every_knob_can_be_given_as_an_option_and_as_a_variable(tmp_path: pathli
         "strategy": ("spread", "spread"),
         "broadcast_memory_limit_bytes": ("1000", 1000),
         "broadcast_memory_scaling_factor": ("none", None),
+        "request_concurrency": ("16", 16),
         "stall_timeout": ("7", 7.0),
         "timeout": ("900", 900.0),
+        "stall_seconds": ("20", 20.0),
+        "stall_rate": ("1000", 1000),
+        "late_seconds": ("2.5", 2.5),
+        "strict_readers": ("true", True),
         "verify": ("true", True),
         "progress": ("no", False),
     }
@@ -271,7 +276,7 @@ def test_every_knob_can_be_given_as_an_option_and_as_a_variable(tmp_path: pathli
     variables = {knobs.PREFIX + name.upper(): text for name, (text, _) in texts.items()}
     assert registered(tmp_path, env={**variables, "ORBAX_EXT_SOMETHING_ELSE": "1"}) == expected
     words = [f"--{name.replace('_', '-')}={text}" for name, (text, _) in texts.items() if text not in ("true", "no")]
-    assert registered(tmp_path, [*words, "--verify", "--no-progress"]) == expected
+    assert registered(tmp_path, [*words, "--strict-readers", "--verify", "--no-progress"]) == expected
     assert registered(tmp_path, ["--replica-axis-index", "2"]) == Options(replica_axis_index=2)
 
 

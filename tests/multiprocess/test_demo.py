@@ -1,29 +1,92 @@
-"""`orbax-ext demo`."""
+"""`orbax-ext demo`, act by act, on real processes."""
 
 from __future__ import annotations
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from orbax_ext.cli import exits, main
+from orbax_ext.cli.demo import acts, work
+from orbax_ext.lab import Cluster
+
+pytestmark = pytest.mark.once
 
 
-def test_the_demo_succeeds_when_our_restore_is_exact() -> None:
-    command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--processes", "2", "--devices", "2", "--megabytes", "1"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == exits.EXIT_OK, done.stderr
-    rows = {row["way"]: row for row in json.loads(done.stdout)}
-    assert rows["plain Orbax"]["exact"]
-    assert not rows["Orbax, single replica"]["exact"]
-    assert rows["orbax_ext"]["exact"]
-    assert rows["orbax_ext"]["megabytes_read"] < rows["plain Orbax"]["megabytes_read"]
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns the JSON of a demo of all acts, by act, and the page that it wrote."""
+    page = tmp_path_factory.mktemp("demo") / "page.html"
+    command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--json", "--html", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == exits.EXIT_OK, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"ok", "seconds", "versions", "acts", "timeline"}
+    assert result["ok"]
+    assert result["timeline"] == str(page)
+    for act in result["acts"]:
+        assert set(act) == {"act", "title", "claim", "kept", "broken", "rows"}
+        assert all(set(row) == {"way", "outcome", "seconds", "megabytes_read", "exact"} for row in act["rows"])
+    return {
+        "page": page.read_text(),
+        **{act["act"]: {row["way"]: row for row in act["rows"]} for act in result["acts"]},
+    }
+
+
+@pytest.mark.parametrize("act", ["a", "b"])
+def test_only_ours_and_plain_orbax_are_exact(demo: dict[str, Any], act: str) -> None:
+    plain, stock, ours = list(demo[act].values())[:3]
+    assert (plain["exact"], ours["exact"]) == (True, True)
+    assert not stock["exact"]
+
+
+def test_ours_reads_every_byte_once_where_storage_is_slow(demo: dict[str, Any]) -> None:
+    plain, _, ours = demo["b"].values()
+    assert ours["megabytes_read"] < plain["megabytes_read"] / 3
+
+
+def test_ours_says_what_it_waited(demo: dict[str, Any]) -> None:
+    for act in ("a", "b", "c"):
+        assert "to meet, connect, compile" in demo[act]["orbax_ext"]["outcome"]
+
+
+def test_a_late_reader_fails_stock_but_not_ours(demo: dict[str, Any]) -> None:
+    stock, ours = demo["c"].values()
+    assert "failed" in stock["outcome"] or "hung" in stock["outcome"]
+    assert ours["exact"]
+
+
+def test_a_damaged_file_leaves_stock_hanging_and_fails_ours_everywhere(demo: dict[str, Any]) -> None:
+    stock, ours, before = demo["d"].values()
+    assert "3 of 4 processes hung" in stock["outcome"]
+    assert ours["outcome"].startswith("4 of 4 processes failed: RestoreFailedError")
+    assert re.search(r'Error reading "(weights|\w+_moment)/[\d.]+" .* "/.*/checkpoints/2/default/', ours["outcome"])
+    assert before["exact"]
+
+
+def test_the_page_shows_the_restore_of_all_processes(demo: dict[str, Any]) -> None:
+    assert "<html" in demo["page"]
+    assert "on 4 processes" in demo["page"]
+
+
+def test_a_restore_that_is_not_exact_fails_the_act(tmp_path: pathlib.Path) -> None:
+    """Nothing is damaged, so orbax_ext does not fail, and the act has to say so."""
+    with Cluster(2, 2) as cluster:
+        stage = acts.Stage(cluster, tmp_path, 1, lambda line: None)
+        cluster.run(work.save, stage.path, 1, [1, 2], (1, 2, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(acts, "MESH", (1, 2, 2))
+            patch.setattr(acts, "cut_a_file", lambda step: None)
+            act = acts.damage(stage)
+    assert not act.kept
+    assert act.broken[0].startswith("not every process failed")
 
 
 def test_bad_arguments_are_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["demo", "--processes", "1"]) == exits.EXIT_CANNOT_RUN
-    assert capsys.readouterr().err == (
-        "orbax-ext demo: a demo needs at least 2 processes, 1 device each and 1 megabyte\n"
-    )
+    assert main.main(["demo", "--megabytes", "0"]) == exits.EXIT_CANNOT_RUN
+    assert capsys.readouterr().err == "orbax-ext demo: a demo needs a state of at least 1 megabyte\n"

@@ -128,6 +128,7 @@ def _restore(
         "bytes_read": counters.bytes_read() - before,
         "bytes_received": last.own.bytes_received if last else 0,
         "phases": dict(last.seconds) if last else {},
+        "taken_over": [one.why for one in last.take_overs if one.process == jax.process_index()] if last else [],
         "travelled": sum(not how.startswith("direct") for how in last.strategy.values()) if last else 0,
     }
 

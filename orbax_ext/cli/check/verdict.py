@@ -46,6 +46,7 @@ class ProcessResult:
     bytes_received: int = 0  # from other processes
     seconds: float = 0.0
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds of "read", "exchange"...
+    taken_over: tuple[str, ...] = ()  # why others read groups in its place
 
     @property
     def read_rate(self) -> float | None:
@@ -67,6 +68,7 @@ class ProcessResult:
             bytes_read=self.bytes_read + int(measured["bytes_read"]),
             bytes_received=self.bytes_received + int(measured["bytes_received"]),
             seconds=self.seconds + float(measured["seconds"]),
+            taken_over=(*self.taken_over, *measured.get("taken_over", ())),
             phases={phase: self.phases.get(phase, 0.0) + more.get(phase, 0.0) for phase in {**self.phases, **more}},
         )
 
@@ -164,6 +166,13 @@ def _why_nothing_travels(axes: Sequence[Axis]) -> list[str]:
 
 
 def _slow_storage(result: CheckResult) -> list[str]:
+    if taken := {number: process.taken_over for number, process in result.processes.items() if process.taken_over}:
+        whys = sorted({" ".join(why.split()) for every in taken.values() for why in every})
+        groups = text_lib.count(sum(map(len, taken.values())), "group")
+        return [
+            f"look at the storage of {result.named([*taken])}: others read {groups} in its place "
+            f"({text_lib.listing(whys, _MOST_NAMED)})"
+        ]
     rates = {number: rate for number, process in result.processes.items() if (rate := process.read_rate)}
     if len(rates) < 3:
         return []

@@ -106,6 +106,14 @@ def test_slow_storage_is_named() -> None:
     assert change == "look at the storage of process 2 (c): 111.1 MB/s there, 500.0 MB/s usually"
 
 
+def test_storage_of_a_process_is_named_that_others_read_for() -> None:
+    late = READER.plus(
+        {"bytes_read": 0, "bytes_received": 0, "seconds": 1.0, "phases": {}, "taken_over": ["late", "late"]}
+    )
+    (change,) = verdict.changes(result(READER, dataclasses.replace(late, host="c"), READER))
+    assert change == "look at the storage of process 1 (c): others read 2 groups in its place (late)"
+
+
 def test_short_reads_are_not_called_slow() -> None:
     fast = dataclasses.replace(READER, phases={"read": 0.1})
     assert verdict.changes(result(fast, fast, dataclasses.replace(READER, phases={"read": 0.9}))) == []
