@@ -1,7 +1,7 @@
-"""The files in examples/: what Kubernetes and JAX need of the manifest, and that the others can be run.
+"""The files in examples/: what Kubernetes and JAX need of the manifest, and that they can be copied.
 
-`make test-slurm` submits examples/slurm.sbatch to a real Slurm. There is no Kubernetes here: JAX's own detection runs
-against a client that answers from the manifest.
+tests/multiprocess/test_examples.py runs the programs; `make test-slurm` submits examples/slurm.sbatch to a real Slurm.
+There is no Kubernetes here: JAX's own detection runs against a client that answers from the manifest.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ def test_every_example_is_listed() -> None:
     assert sorted(listed) == sorted(
         path.name for path in EXAMPLES.iterdir() if path.name != "README.md" and path.is_file()
     )
+
+
+def test_programs_are_short_and_need_no_helper_module() -> None:
+    for program in EXAMPLES.glob("*.py"):
+        lines = program.read_text().splitlines()
+        assert len(lines) <= 80, program
+        imported = {line.split()[1].split(".")[0] for line in lines if re.match(r"(import|from) ", line)}
+        assert not imported & {"tests", "bench", "tools", *(path.stem for path in EXAMPLES.glob("*.py"))}, program
 
 
 def test_the_pods_of_the_manifest_have_the_rights_that_jax_needs() -> None:
