@@ -1,6 +1,11 @@
 """Restores the same checkpoints with Orbax's own handlers and with orbax_ext, on hosts with shaped links.
 
-python -m bench [--only dense ...] [--strategies plain spread ...]
+python -m bench [--only dense ...] [--strategies plain spread ...] [--quiet-only | --busy-only]
+
+Results are merged into results.json after each strategy, so that several calls, or one that is cut off, add up. To
+measure everything in calls of five minutes, repeat until it exits with another code than 3:
+
+python -m bench --missing --within 300
 """
 
 from __future__ import annotations
@@ -9,139 +14,147 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 
-from bench import network, plots, results, work
+from bench import criteria, estimates, network, plots, results, running, tables
 from bench.scenarios import Scenario, scenarios
-from bench.strategies import BASELINES, STOCK_OLDEST, STRATEGIES
-from orbax_ext import lab
+from bench.strategies import BEFORE, OTHER_CODE, STOCK_OLDEST, STRATEGIES
+from tools import releases
 
-_LIMIT = 600.0  # seconds for one restore
-_LONG = 75.0  # seconds after which a restore is not run again
+Todo = Mapping[Scenario, Sequence[running.Step]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="SCENARIO", help="some of the scenarios")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="some of them")
-    parser.add_argument(
-        "--repeat", type=int, help=f"how often each restore but {STOCK_OLDEST!r} is run, instead of the scenario's own"
-    )
-    parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {STOCK_OLDEST!r}")
-    parser.add_argument("--keep", action="store_true", help="keep earlier results of scenarios that are not run now")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that hosts are removed
-    chosen = [scenario for scenario in scenarios() if not args.only or scenario.name in args.only]
-    strategies = [strategy for strategy in args.strategies if strategy != STOCK_OLDEST or args.oldest]
     unshaped = network.why_not()
     if unshaped:
         print(f"Links are not shaped, all hosts share this machine's disk and loopback: {unshaped}.")
+    settings = running.Settings(
+        args.repeat, args.auto_runs, args.oldest, args.before, unshaped, running.commit_of(releases.ROOT)
+    )
     args.out.mkdir(parents=True, exist_ok=True)
-    measured = _earlier(args.out / "results.json", chosen) if args.keep else []
-    about = _about(unshaped)
-    for number, scenario in enumerate(chosen):
-        print(f"[{number + 1} of {len(chosen)}] {scenario.name}: {scenario.about}", flush=True)
-        new = run(scenario, strategies, args.repeat or scenario.repeat, args.oldest, unshaped)
-        measured += new
-        print(f"\n{results.table(scenario, new)}\n", flush=True)
-        (args.out / "results.json").write_text(json.dumps(results.to_json(measured, about), indent=1))
-    _write(measured, about, args.out)
-    ours = [result for result in measured if result.strategy not in BASELINES]
-    return 0 if all(result.exact for result in ours if not result.failed) else 1
+    earlier = results.load(args.out / "results.json").results
+    todo = _todo(args, settings, earlier)
+    _announce(todo, earlier)
+    if args.estimate:
+        return 0
+    new = _measure(todo, settings, args.out / "results.json", time.monotonic() + args.within)
+    _write(args.out)
+    print(f"\n{tables.summary(new)}")
+    left = sum(map(len, todo.values())) - len(new)
+    if left:
+        print(f"There was no time for {left} more, each a strategy in a scenario.")
+    if not all(result.exact or result.failed for result in new if result.strategy not in OTHER_CODE):
+        return 1
+    return 3 if left else 0
 
 
-def _earlier(path: pathlib.Path, chosen: list[Scenario]) -> list[results.Result]:
-    """Returns the results in a file, without those of scenarios that are run again."""
-    again = {scenario.name for scenario in chosen}
-    return [result for result in results.load(path).results if result.scenario not in again]
+def _todo(args: argparse.Namespace, settings: running.Settings, earlier: Sequence[results.Result]) -> Todo:
+    """Returns what the arguments ask for, without scenarios of which nothing is to be run."""
+    conditions = [False] * (not args.busy_only) + [True] * (not args.quiet_only)
+    todo = {}
+    for scenario in scenarios():
+        if (args.only and scenario.name not in args.only) or (settings.unshaped and scenario.changes):
+            continue
+        steps = running.steps(scenario, conditions, args.strategies, settings)
+        if args.missing:
+            steps = [step for step in steps if not running.is_done(step, earlier, settings)]
+        if steps:
+            todo[scenario] = steps
+    return todo
 
 
-def _write(measured: Sequence[results.Result], about: Mapping[str, str], out: pathlib.Path) -> None:
-    page = results.page(about).text(*results.parts(measured))
-    (out / "speed.md").write_text(page)
-    order = [scenario.name for scenario in scenarios()]
+def _measure(todo: Todo, settings: running.Settings, file: pathlib.Path, end: float) -> list[results.Result]:
+    """Runs everything that ends in time, and merges each result into the file. Returns the new ones."""
+    measured, about = [*results.load(file).results], _about(settings.unshaped)
+    new: list[results.Result] = []
+
+    def begins(step: running.Step) -> bool:
+        return time.monotonic() + _step_seconds(step, measured) < end
+
+    for number, (scenario, steps) in enumerate(todo.items()):
+        if time.monotonic() + estimates.saving(scenario) + _step_seconds(steps[0], measured) > end:
+            continue
+        left = estimates.in_words(_seconds(dict([*todo.items()][number:]), measured))
+        print(f"[{number + 1} of {len(todo)}, about {left} left] {scenario.name}: {scenario.about}", flush=True)
+        with contextlib.closing(running.run(scenario, steps, settings, begins)) as ran:
+            for result in ran:
+                print(f"  {'busy' if result.busy else 'quiet'} {result.strategy:14} {_in_words(result)}", flush=True)
+                new.append(result)
+                measured[:] = results.merged(measured, result)
+                file.write_text(json.dumps(results.to_json(measured, about), indent=1))
+    return new
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").splitlines()[0])
+    names = [scenario.name for scenario in scenarios()]
+    parser.add_argument("--only", nargs="+", metavar="SCENARIO", choices=names, help=f"some of: {', '.join(names)}")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="some of them")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--quiet-only", action="store_true", help="only with the machine otherwise idle")
+    when.add_argument("--busy-only", action="store_true", help="only while another program keeps all cores busy")
+    parser.add_argument(
+        "--repeat", type=int, help=f"how often each restore but auto and {STOCK_OLDEST!r} is run (the scenario's own)"
+    )
+    parser.add_argument("--auto-runs", type=int, default=5, help="how often auto is run (5)")
+    parser.add_argument("--oldest", metavar="PYTHON", help=f"an environment with Orbax 0.11.33, for {STOCK_OLDEST!r}")
+    parser.add_argument("--before", metavar="PATH", type=pathlib.Path, help=f"another checkout, for {BEFORE!r}")
+    parser.add_argument("--missing", action="store_true", help="only what has no result at this commit yet")
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", default=math.inf, help="begin nothing that would end later than that"
+    )
+    parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/bench"), help="where results go")
+    return parser
+
+
+def _announce(todo: Todo, measured: Sequence[results.Result]) -> None:
+    for scenario, steps in todo.items():
+        runs = sum(step.times for step in steps)
+        print(f"{scenario.name:16} {runs:3} runs, about {estimates.in_words(_seconds({scenario: steps}, measured))}")
+    print(f"All together: about {estimates.in_words(_seconds(todo, measured))}", flush=True)
+
+
+def _seconds(todo: Todo, measured: Sequence[results.Result]) -> float:
+    """Returns how long some steps are expected to take."""
+    saving = sum(estimates.saving(scenario) for scenario, steps in todo.items() if steps)
+    return saving + sum(_step_seconds(step, measured) for steps in todo.values() for step in steps)
+
+
+def _step_seconds(step: running.Step, measured: Sequence[results.Result]) -> float:
+    return estimates.seconds(step.scenario, step.strategy, step.times, step.busy, measured)
+
+
+def _write(out: pathlib.Path) -> None:
+    measured = results.load(out / "results.json")
+    if not measured.results:
+        return
+    pages = {
+        out / "speed.md": tables.page(measured.about).text(*tables.parts(measured.results)),
+        out / "figures.md": criteria.PAGE.text(*criteria.parts(measured.results)),
+    }
+    for path, page in pages.items():
+        path.write_text(page)
     try:
-        drawn = plots.draw(sorted(measured, key=lambda result: order.index(result.scenario)), out)
+        drawn = plots.draw(measured.results, out)
     except ImportError:
         print("No plots: matplotlib is not installed (pip install 'orbax-ext[bench]').")
         drawn = []
-    print("Wrote", *(str(path) for path in (out / "results.json", out / "speed.md", *drawn)))
+    print("Wrote", *(str(path) for path in (out / "results.json", *pages, *drawn)))
 
 
-def run(
-    scenario: Scenario, strategies: list[str], repeat: int, oldest: str | None, unshaped: str
-) -> list[results.Result]:
-    """Restores a scenario with each strategy; `unshaped` is the reason why links can't be shaped, if there is one."""
-    with tempfile.TemporaryDirectory(prefix="orbax_ext_bench_") as folder:
-        root = pathlib.Path(folder)
-        path = str(root / "checkpoint")
-        with lab.Cluster(scenario.hosts, scenario.devices, timeout=_LIMIT) as cluster:
-            cluster.run(work.save, scenario, path)
-        with contextlib.nullcontext() if unshaped else network.Network(scenario.hosts, scenario.links, root) as net:
-            measured = []
-            for strategy in strategies:
-                runs: list[results.Run] = []
-                times = 1 if strategy == STOCK_OLDEST else repeat  # once is enough to compare it with the newest
-                while len(runs) < times and sum(run.seconds for run in runs) < _LONG:
-                    # New processes each time, so that no restore profits from what an earlier one left in memory.
-                    with _hosts(scenario, net, oldest if strategy == STOCK_OLDEST else None) as cluster:
-                        runs.append(_measure(scenario, path, strategy, cluster, net))
-                    if runs[-1].error:
-                        break
-                measured.append(results.result(scenario, strategy, runs))
-                print(f"  {strategy:17} {_in_words(runs)}", flush=True)
-            return measured
-
-
-@contextlib.contextmanager
-def _hosts(scenario: Scenario, net: network.Network | None, python: str | None) -> Iterator[lab.Cluster]:
-    where = {} if net is None else {"host": net.coordinator, "command_prefix": net.command_prefix}
-    environment = {"PYTHONWARNINGS": "ignore"}
-    with lab.Cluster(
-        scenario.hosts,
-        scenario.devices,
-        timeout=_LIMIT,
-        env=environment,
-        python=python or sys.executable,
-        **where,  # type: ignore[arg-type]
-    ) as cluster:
-        yield cluster
-
-
-def _measure(
-    scenario: Scenario, path: str, strategy: str, cluster: lab.Cluster, net: network.Network | None
-) -> results.Run:
-    before = net.bytes_served() if net else [0]
-    outcomes = cluster.outcomes(work.restore, scenario, path, strategy, net.url if net else "")
-    served = sum(net.bytes_served()) - sum(before) if net else 0
-    bad = next((outcome for outcome in outcomes if not outcome.ok), None)
-    if bad is not None:
-        return results.Run(0.0, False, 0, 0, 0, 0.0, 0.0, error=str(bad).splitlines()[0][:200])
-    restores: list[work.Restore] = [outcome.value for outcome in outcomes]
-    seconds = max(restore.ended for restore in restores) - min(restore.started for restore in restores)
-    from_storage = served // scenario.hosts if scenario.links.shared else 0  # counted on the fabric's link too
-    return results.Run(
-        seconds,
-        all(restore.exact for restore in restores),
-        served,
-        max(restore.fabric_received for restore in restores) - from_storage,
-        max(restore.peak for restore in restores),
-        max(restore.compile_seconds for restore in restores),
-        1 - max(restore.idle_seconds for restore in restores) / (os.cpu_count() or 1) / seconds,
-        report=restores[0].report,
-    )
-
-
-def _in_words(runs: list[results.Run]) -> str:
-    failed = next((run.error for run in runs if run.error), "")
-    return failed or ", ".join(f"{run.seconds:.2f} s{'' if run.exact else ' (not exact)'}" for run in runs)
+def _in_words(result: results.Result) -> str:
+    runs = ", ".join(f"{run.seconds:.2f} s{'' if run.exact else ' (not exact)'}" for run in result.runs)
+    return result.failed or runs
 
 
 def _about(unshaped: str) -> dict[str, str]:

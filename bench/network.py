@@ -1,17 +1,20 @@
 """Hosts on one machine: network namespaces with limited links to storage and to each other.
 
 Every host has a storage link and a fabric link (or one for both) to private bridges, each limited in both directions.
-The network of the machine itself does not change. Needs root, iproute2, nginx and unshare.
+The rate of a storage link can change while it is used. The network of the machine itself does not change. Needs root,
+iproute2, nginx, unshare and bash.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,11 @@ _STORAGE = "10.97.0"
 _STORE = 2  # last number of the storage server's addresses
 _FIRST = 10  # last number of the first host's addresses
 _PORT = 8080
-_START_LIMIT = 10.0  # seconds for nginx to start
+_START_LIMIT = 10.0  # seconds for a server to start
+_BURST = "256kb"
+# A link that nothing passes: the least rate that tbf takes with room for one packet, and a queue of a second of the
+# fastest link here, so that packets wait rather than get lost. After a stop of 2 s, TCP goes on at once.
+_STOPPED = ("rate", "1kbit", "burst", "10kb", "limit", "200mb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Links:
     fabric: int
     shared: bool = False  # storage is reached over the fabric link
     storage_total: int = 0  # of the storage server's own link
+    latency: float = 0.0  # seconds until storage begins to answer a request, as if it were far away
 
     @property
     def to_storage(self) -> int:
@@ -51,7 +59,7 @@ class Network:
         self.links = links
         self._root = root
         self._state = pathlib.Path(tempfile.mkdtemp(prefix="orbax_ext_net_"))
-        self._server: subprocess.Popen[bytes] | None = None
+        self._servers: list[subprocess.Popen[bytes]] = []
 
     @property
     def coordinator(self) -> str:
@@ -78,8 +86,32 @@ class Network:
             served[int(address.rsplit(".", 1)[1]) - _FIRST] += int(sent)
         return served
 
+    def bytes_passed(self) -> list[int]:
+        """Returns the bytes that have passed each host's storage link so far, on their way to the host."""
+        links = json.loads(_ip("-n", self._switch, "-s", "-j", "link", "show", "type", "veth"))
+        sent = {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in links}
+        return [sent[f"p{self._storage_device(rank)}"] for rank in range(self.hosts)]
+
+    def set_storage_rate(self, rank: int, rate: int) -> None:
+        """Changes the rate of a host's storage link, in Mbit/s each way; with 0 nothing passes."""
+        device = self._storage_device(rank)
+        shape = ("rate", f"{rate}mbit", "burst", _BURST, "latency", "1s") if rate else _STOPPED
+        for namespace, end in ((self.namespace_of(rank), device), (self._switch, f"p{device}")):
+            _run("tc", "-n", namespace, "qdisc", "change", "dev", end, "root", "tbf", *shape)
+        # A queue that waits at a low rate looks at the new one when the next packet comes: send one. The host answers
+        # it ("port unreachable"), which does the same for the other direction.
+        address = self._address(rank)
+        _run("ip", "netns", "exec", self._store, "bash", "-c", f"echo > /dev/udp/{address}/9")
+
     def namespace_of(self, rank: int) -> str:
         return f"{PREFIX}-h{rank}"
+
+    def _storage_device(self, rank: int) -> str:
+        return f"f{rank}" if self.links.shared else f"s{rank}"
+
+    def _address(self, rank: int) -> str:
+        """The address of a host on the network over which it reaches storage."""
+        return f"{_FABRIC if self.links.shared else _STORAGE}.{_FIRST + rank}"
 
     def __enter__(self) -> Self:
         try:
@@ -127,10 +159,19 @@ class Network:
         for namespace, end in ((name, device), (self._switch, f"p{device}")) if rate else ():
             # Storage serves many connections at once: a short queue would lose packets, which costs seconds.
             queue = "1s" if bridge == "storage" or self.links.shared else "200ms"
-            shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", queue]
+            shape = ["root", "tbf", "rate", f"{rate}mbit", "burst", _BURST, "latency", queue]
             _run("tc", "-n", namespace, "qdisc", "add", "dev", end, *shape)
 
     def _serve(self) -> None:
+        late = ""
+        if self.links.latency:  # nginx asks another server before it answers a request, and that one takes its time
+            socket = self._state / "latency.sock"
+            script = pathlib.Path(__file__).with_name("latency.py")
+            self._start([sys.executable, "-S", str(script), str(socket), str(self.links.latency)], socket)
+            late = f"""
+                location / {{ auth_request /late; root {self._root}; }}
+                location = /late {{ internal; proxy_pass http://unix:{socket}; proxy_pass_request_body off; }}
+                """
         config = self._state / "nginx.conf"
         config.write_text(
             f"""
@@ -143,16 +184,21 @@ class Network:
               log_format bytes '$remote_addr $body_bytes_sent';
               access_log {self._state}/access.log bytes;
               sendfile on; tcp_nopush on; keepalive_requests 1000000;
-              server {{ listen {_PORT}; location / {{ root {self._root}; }} }}
+              server {{ listen {_PORT}; {late or f"location / {{ root {self._root}; }}"} }}
             }}
             """
         )
-        command = ["ip", "netns", "exec", self._store, "nginx", "-c", str(config), "-g", "daemon off;"]
-        self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        prefix = ["ip", "netns", "exec", self._store]
+        self._start([*prefix, "nginx", "-c", str(config), "-g", "daemon off;"], self._state / "nginx.pid")
+
+    def _start(self, command: Sequence[str], ready: pathlib.Path) -> None:
+        """Starts a server and waits until it has made a file."""
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._servers.append(server)
         deadline = time.monotonic() + _START_LIMIT
-        while not (self._state / "nginx.pid").exists():
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nginx did not start; see its log: {self._errors()}")
+        while not ready.exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(command)} did not start; nginx's log: {self._errors()}")
             time.sleep(0.05)
 
     def _errors(self) -> str:
@@ -160,11 +206,11 @@ class Network:
         return log.read_text()[-2000:] if log.exists() else "(empty)"
 
     def _down(self) -> None:
-        if self._server is not None:
-            self._server.terminate()
+        for server in self._servers:
+            server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(5)
-            self._server.kill()
+                server.wait(5)
+            server.kill()
         for name in (*map(self.namespace_of, range(self.hosts)), self._store, self._switch):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
             shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
@@ -183,7 +229,7 @@ def why_not() -> str:
     """Returns why this machine can't have hosts with limited links, or an empty string."""
     if os.geteuid() != 0:
         return "it needs root"
-    missing = [command for command in ("ip", "tc", "nginx", "unshare") if shutil.which(command) is None]
+    missing = [command for command in ("ip", "tc", "nginx", "unshare", "bash") if shutil.which(command) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     probe = f"{PREFIX}-probe"
@@ -206,11 +252,12 @@ def idle_seconds() -> float:
     return sum(map(int, fields[4:6])) / os.sysconf("SC_CLK_TCK")
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

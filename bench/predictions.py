@@ -66,12 +66,17 @@ def link_rates(scenario: Scenario) -> Rates:
     return Rates(storage, fabric, total)
 
 
+def _is_modelled(scenario: Scenario) -> bool:
+    """Returns whether links alone set the pace, at rates that stay the same."""
+    return not scenario.local and not scenario.links.latency and not scenario.changes
+
+
 def table(results: Sequence[Result]) -> str:
     """Returns a Markdown table of seconds predicted and measured, with the median and the largest error."""
-    known = {scenario.name: scenario for scenario in scenarios()}
+    known = {scenario.name: scenario for scenario in scenarios() if _is_modelled(scenario)}
     rows, errors = [], []
     for result in results:
-        if result.failed or result.strategy not in PREDICTED or result.scenario not in known:
+        if result.busy or result.failed or result.strategy not in PREDICTED or result.scenario not in known:
             continue
         seconds = predict(known[result.scenario], PREDICTED[result.strategy])
         error = (seconds - result.seconds) / result.seconds

@@ -1,4 +1,4 @@
-"""The benchmark's results, as data and as a page."""
+"""The benchmark's results as data: what was measured, on which commit, and how calls of the benchmark are merged."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import dataclasses
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.scenarios import LIMIT_FORMULA, Scenario, scenarios
-from bench.strategies import BASELINES, STOCK_OLDEST
-from tools import markdown, releases
+from bench.scenarios import Scenario
+from bench.strategies import OTHER_CODE
+from tools import releases
 
 PACKAGES = ("orbax-checkpoint", "jax", "tensorstore")  # whose versions are recorded
 RESULTS = releases.ROOT / "bench" / "results" / "results.json"
+GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Run:
     peak_bytes: int  # resident above the start, on the host with most
     compile_seconds: float
     busy: float  # share of the machine's cores that was in use
+    processor_seconds: float = 0.0  # of the processes of all hosts; 0: not measured
     error: str = ""
     report: str = ""
 
@@ -41,8 +43,15 @@ class Result:
     runs: tuple[Run, ...]
     unique_bytes: int
     host_bytes: int
-    limit: float
+    limit: float  # 0: there are no limited links
     fabric_least: float  # bytes that a host must receive if each reads a disjoint share
+    busy: bool = False  # another program kept all cores busy
+    commit: str = ""  # of the code that was measured
+
+    @property
+    def condition(self) -> tuple[str, bool]:
+        """What results must have in common to be compared."""
+        return self.scenario, self.busy
 
     @property
     def failed(self) -> str:
@@ -53,12 +62,21 @@ class Result:
         return statistics.median(run.seconds for run in self.runs)
 
     @property
-    def fastest_and_slowest(self) -> tuple[float, float]:
-        return min(run.seconds for run in self.runs), max(run.seconds for run in self.runs)
+    def fastest(self) -> float:
+        return min(run.seconds for run in self.runs)
+
+    @property
+    def worst(self) -> float:
+        return max(run.seconds for run in self.runs)
 
     @property
     def exact(self) -> bool:
         return all(run.exact for run in self.runs)
+
+    @property
+    def processor_seconds(self) -> float:
+        """The median of the processor seconds, for each GiB of the state; 0 if they were not measured."""
+        return self.median("processor_seconds") * GIB / self.unique_bytes
 
     def median(self, field: str) -> float:
         return statistics.median(getattr(run, field) for run in self.runs)
@@ -72,7 +90,7 @@ class Measured:
     results: Sequence[Result]
 
 
-def result(scenario: Scenario, strategy: str, runs: Sequence[Run]) -> Result:
+def result(scenario: Scenario, strategy: str, runs: Sequence[Run], *, busy: bool = False, commit: str = "") -> Result:
     least = scenario.unique_bytes * (scenario.replicas - 1) / scenario.replicas
     share = scenario.host_bytes / scenario.unique_bytes
     return Result(
@@ -83,7 +101,25 @@ def result(scenario: Scenario, strategy: str, runs: Sequence[Run]) -> Result:
         scenario.host_bytes,
         scenario.limit(),
         least * share,
+        busy,
+        commit,
     )
+
+
+def merged(earlier: Iterable[Result], new: Result) -> list[Result]:
+    """Returns the results with a new one, without those that must not stand beside it.
+
+    These are an earlier one of the same strategy, and all in the same table that measured our code at another commit.
+    """
+
+    def stays(old: Result) -> bool:
+        if old.condition != new.condition:
+            return True
+        if old.strategy == new.strategy:
+            return False
+        return old.commit == new.commit or old.strategy in OTHER_CODE or new.strategy in OTHER_CODE
+
+    return [*filter(stays, earlier), new]
 
 
 def to_json(results: Sequence[Result], about: Mapping[str, str]) -> dict[str, Any]:
@@ -105,90 +141,16 @@ def from_json(data: Mapping[str, Any]) -> list[Result]:
             row["host_bytes"],
             row["limit"],
             row["fabric_least"],
+            row.get("busy", False),
+            row.get("commit", ""),
         )
         for row in data["results"]
     ]
 
 
 def load(path: pathlib.Path = RESULTS) -> Measured:
+    """Returns the results in a file; nothing if there is no such file."""
+    if not path.exists():
+        return Measured({}, [])
     data = json.loads(path.read_text())
     return Measured(data["about"], from_json(data))
-
-
-COLUMNS = (
-    *("strategy", "seconds", "fastest-slowest", "x best Orbax", "x limit", "storage"),
-    *("fabric", "memory", "compile s", "cores", "exact"),
-)
-
-
-def table(scenario: Scenario, results: Sequence[Result]) -> str:
-    """Returns the Markdown table of one scenario."""
-    orbax = [result.seconds for result in results if result.strategy in BASELINES and not result.failed]
-    best = min(orbax, default=float("nan"))
-    title = f"**{scenario.name}**: {scenario.about}; {_links(scenario)}; limit {scenario.limit():.2f} s"
-    return f"{title}\n\n{markdown.table(COLUMNS, [_cells(result, best) for result in results])}"
-
-
-def _cells(result: Result, best: float) -> list[str]:
-    if result.failed:
-        return [result.strategy, result.failed, *[""] * (len(COLUMNS) - 2)]
-    fastest, slowest = result.fastest_and_slowest
-    return [
-        result.strategy,
-        f"{result.seconds:.2f}",
-        f"{fastest:.2f}-{slowest:.2f}",
-        f"{result.seconds / best:.2f}",
-        f"{result.seconds / result.limit:.2f}",
-        f"{result.median('storage_bytes') / result.unique_bytes:.2f}",
-        f"{result.median('fabric_bytes') / result.fabric_least:.2f}",
-        f"{result.median('peak_bytes') / result.host_bytes:.2f}",
-        f"{result.median('compile_seconds'):.2f}",
-        f"{100 * result.median('busy'):.0f} %",
-        "yes" if result.exact else "**no**",
-    ]
-
-
-def page(about: Mapping[str, str]) -> markdown.Page:
-    packages = ", ".join(f"{name} {about[name]}" for name in PACKAGES)
-    if about["shaped"] == "yes":
-        links = "Hosts are network namespaces with links shaped by `tc`; storage is an nginx server behind such a link."
-    else:
-        links = f"Links are not shaped, all hosts share the machine's disk and loopback: {about['shaped']}."
-    return markdown.Page(
-        "bench/results/speed.md",
-        "Seconds to restore, measured",
-        f"""The same checkpoint is restored with each strategy, one after the other, in new processes, on one machine
-        ({about["machine"]}; {packages}). {links} Scenarios may have been measured at different times: compare rows of
-        one table. "plain" is Orbax's `ArrayHandler`, "stock" its `SingleReplicaArrayHandler`, and the other rows are
-        strategies of orbax_ext ("auto, rates given", where it is listed, is an `auto` that chose by given rates).
-        "{STOCK_OLDEST}" is run once, the others several times unless that takes more than 75 s. With its defaults the
-        stock handler takes seven times the state; where the machine has too little memory for that,
-        `broadcast_memory_limit_bytes` is set for it.""",
-        "make bench",
-    )
-
-
-def parts(results: Sequence[Result]) -> tuple[str, ...]:
-    """Returns the table of each scenario, and the legend."""
-    measured = {result.scenario for result in results}
-    shown = [scenario for scenario in scenarios() if scenario.name in measured]
-    tables = [table(scenario, [result for result in results if result.scenario == scenario.name]) for scenario in shown]
-    return (*tables, LEGEND)
-
-
-LEGEND = f"""\
-- seconds: the median, with the fastest and the slowest run
-- x best Orbax: relative to the fastest of Orbax's own handlers in the same table
-- x limit: relative to what the links allow ({LIMIT_FORMULA})
-- storage: bytes read by all hosts, relative to the state
-- fabric: bytes received by a host, relative to (R-1)/R of what it holds, with R replicas
-- memory: peak resident memory above the start, relative to what a host holds in the end
-- cores: how busy the machine was"""
-
-
-def _links(scenario: Scenario) -> str:
-    links = scenario.links
-    if links.shared:
-        return f"{scenario.hosts} hosts, {links.fabric} Mbit/s for both storage and fabric"
-    cap = f" ({links.storage_total} in all)" if links.storage_total else ""
-    return f"{scenario.hosts} hosts, storage {links.storage}{cap} and fabric {links.fabric} Mbit/s per host"

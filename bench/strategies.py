@@ -7,4 +7,16 @@ STOCK = "stock"  # Orbax's SingleReplicaArrayHandler
 STOCK_OLDEST = "stock 0.11.33"  # the same of the oldest supported release
 SINGLE_REPLICA = (STOCK, STOCK_OLDEST)
 BASELINES = (PLAIN, *SINGLE_REPLICA)
-STRATEGIES = (*BASELINES, "single", "spread", "auto")
+SINGLE = "single"
+SPREAD = "spread"
+AUTO = "auto"
+VERIFIED = "auto, verify"  # with verify=True, and digests beside the checkpoint
+BEFORE = "auto before"  # the code of another checkout (--before)
+STRATEGIES = (*BASELINES, SINGLE, SPREAD, AUTO, VERIFIED, BEFORE)
+USUAL = (*BASELINES, SINGLE, SPREAD, AUTO, BEFORE)
+OTHER_CODE = (*BASELINES, BEFORE)  # whose results do not depend on the commit
+
+
+def strategy_of(name: str) -> str:
+    """Returns the value of the knob `strategy` for one of our rows."""
+    return AUTO if name in (VERIFIED, BEFORE) else name

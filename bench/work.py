@@ -15,16 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
 from bench import memory, network
 from bench.scenarios import Scenario
-from bench.strategies import BASELINES, PLAIN, SINGLE_REPLICA
+from bench.strategies import BASELINES, PLAIN, SINGLE_REPLICA, VERIFIED, strategy_of
 from orbax_ext.lab import handlers
 from orbax_ext.options import Strategy
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
+from orbax_ext.upstream.runtime import coordination_client
+
+_START_LIMIT = 120  # seconds for all processes to be ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Restore:
     peak: int  # resident bytes above the start
     fabric_received: int
     idle_seconds: float  # of all cores of the machine during the restore
+    processor_seconds: float  # of this process
     compile_seconds: float = 0.0
     report: str = ""
 
@@ -47,12 +50,13 @@ def save(scenario: Scenario, path: str) -> None:
         use_replica_parallel=scenario.replica_parallel, array_metadata_store=ArrayMetadataStore()
     )
     with handlers.installed(handler), ocp.CheckpointManager(path) as manager:
-        manager.save(0, args=ocp.args.PyTreeSave(state))
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=scenario.chunk_bytes or None) for name in state}
+        manager.save(0, args=ocp.args.PyTreeSave(state, save_args))
         manager.wait_until_finished()
 
 
-def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
-    """Restores with one strategy and compares every byte afterwards."""
+def restore(scenario: Scenario, path: str, strategy: str, url: str, started_file: str) -> Restore:
+    """Restores with one strategy, for which it makes a file when it begins, and compares every byte afterwards."""
     handler = _handler(scenario, strategy)
     sharding = make_sharding(scenario)
     abstract = {
@@ -71,22 +75,26 @@ def restore(scenario: Scenario, path: str, strategy: str, url: str) -> Restore:
             for name in abstract
         }
     with served_from(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
-        multihost_utils.sync_global_devices("bench")
+        # Not `sync_global_devices`: it runs a program, and the first restore of a process has to connect by itself.
+        coordination_client().wait_at_barrier("bench", timeout_in_ms=_START_LIMIT * 1000)
+        if jax.process_index() == 0:
+            pathlib.Path(started_file).touch()
         received_before, idle_before = received_bytes(), network.idle_seconds()
         moments: list[Any] = []
 
         def step() -> None:
-            started = time.monotonic()
+            started, worked = time.monotonic(), time.process_time()
             state = manager.restore(0, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
             jax.block_until_ready(state)
-            moments.extend([started, time.monotonic(), network.idle_seconds(), state])
+            worked = time.process_time() - worked
+            moments.extend([started, time.monotonic(), network.idle_seconds(), worked, state])
 
         peak = memory.peak_growth(step)
-        started, ended, idle_after, state = moments
+        started, ended, idle_after, worked, state = moments
         received, idle = received_bytes() - received_before, idle_after - idle_before
     report = None if strategy in BASELINES else orbax_ext.last_report()
     compiled = report.seconds.get("compile", 0.0) if report is not None else 0.0
-    return Restore(started, ended, is_exact(scenario, state), peak, received, idle, compiled, str(report or ""))
+    return Restore(started, ended, is_exact(scenario, state), peak, received, idle, worked, compiled, str(report or ""))
 
 
 def leaf_names(scenario: Scenario) -> list[str]:
@@ -122,7 +130,7 @@ def _handler(scenario: Scenario, strategy: str) -> Any:
         needed = 7 * scenario.host_bytes * scenario.hosts
         limit = scenario.host_bytes // scenario.devices // 4 if needed > 0.8 * room else None
         return ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=at, broadcast_memory_limit_bytes=limit)
-    return orbax_ext.BroadcastArrayHandler(strategy=cast(Strategy, strategy))
+    return orbax_ext.BroadcastArrayHandler(strategy=cast(Strategy, strategy_of(strategy)), verify=strategy == VERIFIED)
 
 
 def _data(scenario: Scenario, number: int) -> np.ndarray:

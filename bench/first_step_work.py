@@ -1,0 +1,119 @@
+"""The functions that the benchmark of the first step runs on every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+import orbax_ext
+from bench import network, work
+from bench.scenarios import Scenario
+from orbax_ext.lab import handlers
+from orbax_ext.upstream.array_handler import ArrayMetadataStore
+
+_WIDTH = 64  # columns of a leaf that a layer uses: the step itself is quick, whatever it takes to compile
+_ROWS = 8
+_RATE = 0.01
+
+State = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstStep:
+    """One start of a training program, as one process measured it."""
+
+    started: float
+    ended: float
+    compiled: float  # seconds of lowering and compiling
+    restored: float  # seconds that the program waited for the restore, or for `result`
+    stepped: float  # seconds of the step
+    loss: bytes
+    idle_seconds: float  # of all cores of the machine
+
+
+def first_step(scenario: Scenario, path: str, way: str, layers: int, url: str) -> FirstStep:
+    """Restores, compiles the step and runs it. `way` says how the first two are done, or that only one of them is."""
+    abstract = _abstract(scenario)
+    args = ocp.args.StandardRestore(abstract)
+    plain = ocp.type_handlers.ArrayHandler(array_metadata_store=ArrayMetadataStore())
+    registered: Any = handlers.installed(plain) if way == "plain" else orbax_ext.registered(progress=False)
+    with work.served_from(path, url), registered, ocp.CheckpointManager(path) as manager:
+        multihost_utils.sync_global_devices("bench")
+        idle, started = network.idle_seconds(), time.monotonic()
+        watch, step, state, pending, loss = _Watch(), None, None, None, b""
+        if "restore_async" in way:
+            exchange: Any = "background" if "background" in way else "result"
+            pending = orbax_ext.restore_async(manager, 0, args=args, exchange=exchange)
+        elif way != "compile":
+            state = watch.time("restore", lambda: jax.block_until_ready(manager.restore(0, args=args)))
+        if way != "restore":
+            step = watch.time("compile", lambda: compile_step(abstract, layers))
+        if pending is not None:
+            state = watch.time("restore", lambda: jax.block_until_ready(pending.result()))
+        if step is not None and state is not None:
+            loss = watch.time("step", lambda: np.asarray(step(state)[1]).tobytes())
+        ended, idle = time.monotonic(), network.idle_seconds() - idle
+    seconds = watch.seconds
+    return FirstStep(started, ended, seconds["compile"], seconds["restore"], seconds["step"], loss, idle)
+
+
+class _Watch:
+    """Measures the parts of a start."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def time(self, part: str, work: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            self.seconds[part] += time.monotonic() - began
+
+
+def compile_step(abstract: dict[str, jax.ShapeDtypeStruct], layers: int) -> Any:
+    """Compiles a step of unrolled layers, forward and backward, with the update of the weights."""
+
+    def loss_of(weights: State) -> jax.Array:
+        hidden = jnp.ones((_ROWS, _WIDTH), jnp.float32)
+        for number, name in zip(range(layers), _cycle(weights), strict=False):
+            # Random bits are no weights: bring them into a range in which nothing overflows.
+            weight = jnp.nan_to_num(weights[name].astype(jnp.float32), posinf=1.0, neginf=-1.0)
+            weight = jnp.tanh(weight) / (8.0 + number)
+            hidden = jnp.tanh(hidden @ weight.T) @ weight + hidden
+        return jnp.mean(hidden**2)
+
+    def step(state: State) -> tuple[State, jax.Array]:
+        used = {name: leaf[:, :_WIDTH] for name, leaf in state.items()}
+        loss, gradients = jax.value_and_grad(loss_of)(used)
+        return {name: leaf.at[:, :_WIDTH].add(-_RATE * gradients[name]) for name, leaf in state.items()}, loss
+
+    return jax.jit(step, donate_argnums=0).lower(abstract).compile()
+
+
+def _cycle(weights: State) -> Any:
+    names = sorted(weights)
+    while True:
+        yield from names
+
+
+def compile_seconds(scenario: Scenario, layers: int) -> float:
+    """Compiles on all processes at once; returns the seconds that this one took."""
+    multihost_utils.sync_global_devices("bench")
+    started = time.monotonic()
+    compile_step(_abstract(scenario), layers)
+    return time.monotonic() - started
+
+
+def _abstract(scenario: Scenario) -> dict[str, jax.ShapeDtypeStruct]:
+    leaf = jax.ShapeDtypeStruct(scenario.leaf, jnp.bfloat16, sharding=work.make_sharding(scenario))
+    return dict.fromkeys(work.leaf_names(scenario), leaf)
