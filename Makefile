@@ -10,44 +10,60 @@ find_python = $(or $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/
 PYTHON311 ?= $(call find_python,3.11)
 PYTHON313 ?= $(call find_python,3.13)
 
+# More than two cores need, because tests spend much of their time waiting.
+WORKERS ?= 3
+PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 EXAMPLES ?= 300
 SEEDS ?= 100000
+DAMAGES ?= 500
 
 .PHONY: help demo check fmt docs clean simulate
-.PHONY: test test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
-.PHONY: test-stores
+.PHONY: test test-quick test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
+.PHONY: test-stores fuzz fuzz-oldest fuzz-newest
 .PHONY: test-property test-property-oldest test-property-newest test-faults test-faults-oldest test-faults-newest faults-table
 .PHONY: bench bench-emergency bench-meetings bench-plan bench-placement bench-startup patches patches-check fork test-fork
-.PHONY: test-slurm
+.PHONY: test-slurm dist bench-first-step
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(NEWEST)/.ready ## restore on 4 processes x 8 devices, with stock Orbax and with orbax_ext
+demo: $(NEWEST)/.ready ## in about a minute: stock Orbax and orbax_ext on 4 processes x 8 devices, in five acts
 	$(NEWEST)/bin/orbax-ext demo
 
 test: test-oldest test-newest ## all tests, on the oldest and on the newest supported Orbax (PYTEST_ARGS='-k name')
 
 # Each of the two releases also restores what the other one saved, so both environments are needed.
-# Two workers, because tests spend much of their time waiting.
 test-oldest: ## all tests on the oldest supported Orbax
 test-newest: ## all tests on the newest supported Orbax
 test-oldest: OTHER := $(NEWEST)
 test-oldest: PYTEST_ARGS += -m 'not fork and not long and not once'
 test-newest: OTHER := $(OLDEST)
 test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
-	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Everything that starts no cluster, and one file that does. The test of the doctor would start another.
+QUICK = $(filter-out $(patsubst %,tests/%/,__pycache__ faults fork multiprocess slurm support),$(wildcard tests/*/))
+test-quick: $(NEWEST)/.ready .venv/s3server/.ready ## in under 90 seconds: tests of the newest release that need no cluster, and some on one
+	$(NEWEST)/bin/python -m pytest $(PARALLEL) $(QUICK) $(wildcard tests/test_*.py) tests/multiprocess/test_entry_points.py \
+		--deselect tests/cli/test_doctor.py::test_doctor_finds_the_defects_of_the_installed_orbax $(PYTEST_ARGS)
 
 test-long: test-long-oldest test-long-newest ## larger variants of other tests: more processes, more combinations
 
 test-long-oldest test-long-newest: test-long-%: .venv/%/.ready
 	.venv/$*/bin/python -m pytest -m long $(PYTEST_ARGS)
 
-test-property: test-property-oldest test-property-newest ## the property test with many new examples (EXAMPLES=300)
+test-property: test-property-oldest test-property-newest ## the property tests with many new examples (EXAMPLES=300)
 
 test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
 	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
-		tests/multiprocess/test_property.py $(PYTEST_ARGS)
+		tests/multiprocess/test_property.py tests/multiprocess/test_job.py $(PYTEST_ARGS)
+
+fuzz: fuzz-oldest fuzz-newest ## restores of randomly damaged checkpoints (DAMAGES=500, or SEED=17 for one of them)
+
+fuzz-oldest fuzz-newest: fuzz-%: .venv/%/.ready
+	ORBAX_EXT_DAMAGES=$(DAMAGES) ORBAX_EXT_SEED=$(SEED) .venv/$*/bin/python -m pytest \
+		tests/multiprocess/test_fuzz.py $(PYTEST_ARGS)
 
 test-faults: test-faults-oldest test-faults-newest ## processes that fail, stop, die or disagree during a restore; prints a table
 
@@ -86,6 +102,9 @@ bench-plan: $(NEWEST)/.ready ## plans for 671 billion parameters on up to 4,096 
 bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md
 	$(NEWEST)/bin/python -m bench.emergency --write
 
+bench-first-step: $(NEWEST)/.ready ## restore, compile and first step, one after the other and overlapped; writes bench/results/first_step.md
+	$(NEWEST)/bin/python -m bench.first_step --write
+
 bench-placement: $(NEWEST)/.ready ## memory of jax.device_put and orbax_ext.replicate; writes bench/results/placement.md
 	$(NEWEST)/bin/python -m bench.placement --write
 
@@ -114,29 +133,42 @@ test-python313: .venv/python313/.ready ## the core tests on Python 3.13 with the
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
 test-stores: $(NEWEST)/.ready .venv/s3server/.ready .venv/swift/.ready ## S3 tests on rclone, radosgw, Swift and moto, gs:// on an emulator; root installs radosgw (STORES_ARGS='--only swift')
-	$(NEWEST)/bin/python -m pip install --quiet -c constraints/newest.txt -e '.[stores]'
 	$(NEWEST)/bin/python -m tools.stores --install --write $(STORES_ARGS)
 
 test-matrix: $(NEWEST)/.ready ## the core tests on every release; writes bench/results/releases.md (MATRIX_ARGS='--jobs 2')
 	$(NEWEST)/bin/python -m tools.matrix --python 3.11=$(PYTHON311) --python 3.13=$(PYTHON313) $(MATRIX_ARGS)
 
+dist: .venv/dist/.ready $(NEWEST)/.ready ## build sdist and wheel in dist/, check them, use the wheel in a new environment
+	$(NEWEST)/bin/python -m tools.dist --builder .venv/dist/bin/python
+
+# Makes .venv/NAME of PACKAGES, from constraints/NAME.txt. Of what pip says, only errors are shown.
+define make_environment
+	@echo 'making environment $(1) (about a minute)'
+	@$(PYTHON) -m venv --clear .venv/$(1)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/$(1)/bin/python -m pip install -qq -c constraints/$(1).txt $(PACKAGES)
+	@touch $@
+endef
+
 clean: ## remove environments and builds
 	rm -rf .venv build dist *.egg-info
 
-# moto, for the one S3 test that rclone's server can't do: objects whose keys end with a slash.
+# moto, for the one S3 test that rclone's server can't do: objects whose keys end with a slash. boto3 comes with it, for
+# the test of a profile with a credential process.
+.venv/s3server/.ready: PACKAGES = 'moto[s3]' flask flask-cors
 .venv/s3server/.ready: constraints/s3server.txt
-	$(PYTHON) -m venv --clear .venv/s3server
-	.venv/s3server/bin/python -m pip install --quiet -c constraints/s3server.txt 'moto[s3]' flask flask-cors
-	@touch $@
+	$(call make_environment,s3server)
 
+.venv/swift/.ready: PACKAGES = swift
 .venv/swift/.ready: constraints/swift.txt
-	$(PYTHON) -m venv --clear .venv/swift
-	.venv/swift/bin/python -m pip install --quiet -c constraints/swift.txt swift
-	@touch $@
+	$(call make_environment,swift)
 
-# The environments oldest, newest and python313.
+.venv/dist/.ready: PACKAGES = build twine 'readme_renderer[md]'
+.venv/dist/.ready: constraints/dist.txt
+	$(call make_environment,dist)
+
+# The environments oldest, newest and python313. The first two can also run an emulated Google Cloud Storage.
+$(OLDEST)/.ready $(NEWEST)/.ready: EXTRAS = ,stores
+.venv/%/.ready: PACKAGES = -e '.[test,check,s3$(EXTRAS)]'
 .venv/%/.ready: constraints/%.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, but {sys.executable} is {v.major}.{v.minor}. Try: make PYTHON=python3.11")'
-	$(PYTHON) -m venv --clear .venv/$*
-	.venv/$*/bin/python -m pip install --quiet -c constraints/$*.txt -e '.[test,check,s3]'
-	@touch $@
+	$(call make_environment,$*)

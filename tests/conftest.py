@@ -6,19 +6,52 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import s3_proxy, s3_server
+from tests.support import compilation_cache, s3_proxy, s3_server
 
 # Most programs run once in a test, so that optimising them would take longer than running them.
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
+compilation_cache.use()
+
+# The files that take longest, the longest first, so that no worker has one of them left when the others have ended.
+_LONGEST = [
+    "multiprocess/test_damaged_metadata",
+    "multiprocess/test_late_reader",
+    "multiprocess/test_abstract_state",
+    "multiprocess/placement",
+    "multiprocess/test_auto",
+    "cli/test_run",
+    "simulation/test_simulation",
+    "multiprocess/test_demo",
+    "multiprocess/test_emergency",
+    "multiprocess/test_restore",
+    "multiprocess/test_meeting",
+    "storage/s3/test_faults",
+    "multiprocess/test_step_listing",
+    "multiprocess/test_dtypes",
+    "multiprocess/test_gcs",
+    "multiprocess/test_check",
+    "multiprocess/test_trainers",
+    "multiprocess/test_s3",
+]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the only process, or the one that starts the workers
+        compilation_cache.prune()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by file for `pytest -n 2 --dist loadgroup`, or by folder where files share slow fixtures."""
+    """Groups tests by file for `pytest --dist loadgroup`, or by folder where files share slow fixtures."""
+    ranks = {}
     for item in items:
         file = item.path.relative_to(item.config.rootpath)
-        group = file.parent if file.parent.name == "placement" else file
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+        group = str(file.parent if file.parent.name == "placement" else file)
+        item.add_marker(pytest.mark.xdist_group(group))
+        name = group.removeprefix("tests/").removesuffix(".py")
+        ranks[item] = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+    if items and hasattr(items[0].config, "workerinput"):
+        items.sort(key=lambda item: ranks[item])
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 README, BUILD = ROOT / "README.md", ROOT / "BUILD.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FOLDERS = [ROOT / "patches" / "README.md", ROOT / "examples" / "README.md"]
-DOCUMENTS = [README, BUILD, *PAGES, *FOLDERS, *sorted((ROOT / "bench" / "results").glob("*.md"))]
+DOCUMENTS = [README, BUILD, ROOT / "CHANGELOG.md", *PAGES, *FOLDERS, *sorted((ROOT / "bench" / "results").glob("*.md"))]
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]+`")
@@ -146,3 +146,8 @@ def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: pathlib.Path) -> None
     page.write_text("# `One` & two\n```\n# no heading, [no](link.md)\n```\n## Same\n\n## Same\n[one](a.md) `[b](b.md)`")
     assert anchors(page) == {"one--two", "same", "same-1"}
     assert list(links(page)) == ["a.md"]
+
+
+def test_the_page_of_public_names_names_all_of_them_and_no_others() -> None:
+    table = (ROOT / "docs" / "public.md").read_text().partition("|---|---|")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(orbax_ext.__all__)

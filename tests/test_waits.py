@@ -14,14 +14,16 @@ from tests.support.package_source import modules
 
 WAITING = {"result", "join", "wait", "acquire", "communicate", "recv", "get", "block_until_ready", "wait_at_barrier"}
 WAITING |= {"blocking_key_value_get", "check_call", "check_output", "shutdown", "urlopen", "wait_for"}
+WAITING |= {"exception", "initialize", "process_allgather", "run_until_complete", "wait_until_finished"}
 BY_CALL = {"in_thread", "deserialize"}  # of Orbax too, or limited only if asked: each call is looked at
-LIMITS = {"timeout", "limit", "timeout_in_ms", "processes"}
+LIMITS = {"timeout", "limit", "timeout_in_ms", "initialization_timeout", "processes"}
 MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
 LOCKS = ("lock", "_writing")
 
 # The module and the expression that waits, with the reason why it has no limit.
 _WORK = "work between two meetings: the session cancels it when no process advances"
 _DESCRIBE = "the request is read within stall_timeout of the last answer of storage"
+_AHEAD = "in a thread that nobody waits for: a restore that needs the read has limits, and stopping cancels it"
 _ENDED = "the task has ended"
 _LOCK = "held for a few lines that wait for nothing else"
 _PLAIN = "a restore by Orbax itself, as if orbax_ext were not there"
@@ -31,11 +33,23 @@ REASONS: dict[tuple[str, str], str] = {
         "cli.check.rehearsal",
         "jax.block_until_ready([leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)])",
     ): "the restore before it has ended on all processes",
-    ("cli.demo", "jax.block_until_ready(manager.restore(0, args=args))"): "the lab ends a process after its time limit",
+    ("cli.demo.storage", "await original(*args, **kwargs)"): "Orbax's own read; the lab ends a process after its limit",
+    ("cli.demo.storage", "self._lock"): "held for an addition",
+    (
+        "cli.demo.work",
+        "jax.block_until_ready(manager.restore(step, args=_args(abstract)))",
+    ): "the lab ends a process after its time limit",
+    ("cli.demo.work", "manager.wait_until_finished()"): "the lab ends a process after its time limit",
+    (
+        "cli.doctor.installation",
+        "multihost_utils.process_allgather(np.array([jax.process_index()]))",
+    ): "the lab ends a process after its time limit",
     ("emergency", "await handler.deserialize(infos, [step.args[index] for index in absent])"): "our own handler",
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
-    ("handler", "await type_handlers.ArrayHandler.deserialize(self, infos, args)"): _PLAIN,
+    ("handler", "await self._within(timeout).deserialize(infos, args)"): "our own handler",
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
+    ("lab.forked", "_starting_lock"): _LOCK,
+    ("lab.forked", "self._socket.recv(LONGEST_MESSAGE)"): "the socket has a limit",
     ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",
     ("lab.worker", "jax.distributed.shutdown()"): "the cluster ends a worker that does not end by itself",
     ("meeting.board", "self._writing"): "only the thread that makes the call holds it; `close` waits with a limit",
@@ -52,33 +66,67 @@ REASONS: dict[tuple[str, str], str] = {
     ("storage.s3.sharing", "self._lock"): _LOCK,
     ("storage.s3.usage", "self._lock"): _LOCK,
     ("storage.stall", "task.result()"): _ENDED,
+    ("transfer.boxes", "self._lock"): _LOCK,
+    ("transfer.again", "await asyncio.gather(*map(first, late))"): _WORK,
+    ("transfer.again", "await asyncio.wait(both)"): _WORK,
+    ("transfer.again", "await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
+    ("transfer.again", "await waiting"): _ENDED,
+    ("transfer.again", "future.exception()"): _ENDED,
+    ("transfer.compiling", "self._one_at_a_time"): _WORK,
+    ("transfer.own_reads", "done.exception()"): _ENDED,
+    ("transfer.pipeline", "reads.share.exception()"): _ENDED,
+    ("transfer.pipeline", "self._reads.share.exception()"): _ENDED,
+    ("transfer.read_ahead", "task.exception()"): _ENDED,
+    ("transfer.boxes", "await ended"): _WORK,
+    ("transfer.boxes", "future.exception()"): _ENDED,
+    ("transfer.boxes", "future.result()"): _ENDED,
+    ("transfer.collectives", "self._lock"): "in a thread that has a limit, while another one compiles the program",
     ("transfer.collectives", "jax.block_until_ready(list(answer.values()))"): "in a thread that has a limit",
+    ("transfer.compiling", "await asyncio.wait([self._all])"): _WORK,
     (
-        "transfer.executor",
-        "await asyncio.gather(self._read_arrays(self._reader, leaves), reading.read(self._reader, items))",
+        "transfer.direct_reads",
+        "await asyncio.gather(self._read_arrays(self._reader, whole), reading.read(self._reader, slices))",
     ): _WORK,
-    ("transfer.executor", "await type_handlers.ArrayHandler.deserialize(handler, infos, args)"): _WORK,
+    (
+        "transfer.direct_reads",
+        "await asyncio.gather(hand_over_held(), self._read_arrays(self._handler, special), *map(read_batch, b",
+    ): _WORK,
     (
         "transfer.executor",
         "jax.block_until_ready([list(blocks.values()) for blocks in received])",
     ): "in a thread that has a limit",
-    ("transfer.executor", "self._lock"): "in a thread that has a limit",
+    ("transfer.direct_reads", "jax.block_until_ready(arrays_here)"): "in a thread that has a limit",
+    ("transfer.direct_reads", "await deserialize(handler, infos, args)"): _WORK,
+    ("transfer.assembly", "self._lock"): "in a thread that has a limit",
+    ("transfer.direct_reads", "turn"): _WORK,
+    ("transfer.host_reads", "loop.run_until_complete(task)"): _AHEAD,
+    ("transfer.verify", "self._free"): _WORK,
+    ("transfer.held_blocks", "_taking.get()"): "a context variable, not a queue",
+    ("transfer.held_blocks", "await asyncio.wrap_future(unit.blocks)"): _WORK,
+    ("transfer.held_blocks", "self._lock"): _LOCK,
+    ("transfer.host_reads", "await asyncio.gather(*under_way, return_exceptions=True)"): _AHEAD,
+    ("transfer.host_reads", "await asyncio.wait(under_way)"): _AHEAD,
+    ("transfer.host_reads", "await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)"): _AHEAD,
+    ("transfer.host_reads", "self._lock"): _LOCK,
     ("transfer.local_blocks", "await asyncio.gather(*loading)"): _WORK,
     ("transfer.local_blocks", "await asyncio.gather(*work[start:start + _AT_A_TIME])"): _WORK,
-    ("transfer.local_blocks", "await in_thread(_check_digest, request.info, self._records[request.leaf.name])"): _WORK,
-    ("transfer.local_blocks", "await in_thread(_digests, directory)"): _WORK,
+    ("transfer.local_blocks", "await in_thread(_check_digest, request.info, self._digests)"): _WORK,
+    ("transfer.local_blocks", "await in_thread(_stored_digests, directory)"): _WORK,
     ("transfer.local_blocks", "await in_thread(self._to_load, directory)"): _WORK,
-    ("transfer.local_pipeline", "await self._under_way"): _WORK,
-    ("transfer.pipeline", "await asyncio.wait([ready, everything], return_when=asyncio.FIRST_COMPLETED)"): _WORK,
+    ("transfer.local_pipeline", "await self._under_way[0]"): _WORK,
+    ("transfer.pending_restore", "_under_way_lock"): _LOCK,
+    ("transfer.pending_restore", "self._lock"): _LOCK,
+    ("transfer.pending_restore", "self._reads.join()"): "it has a limit of its own",
+    ("transfer.pending_restore", "self._work.join()"): "it has a limit of its own",
+    ("transfer.own_reads", "await read"): "nobody waits for it",
     ("transfer.pipeline", "await asyncio.wait(tasks)"): _WORK,
-    ("transfer.pipeline", "await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
     ("transfer.pipeline", "await exchange"): _WORK,
-    ("transfer.pipeline", "await ready"): _WORK,
-    ("transfer.pipeline", "everything.result()"): _ENDED,
+    ("transfer.pipeline", "self._reads.direct.result()"): _ENDED,
     ("transfer.pipeline", "task.result()"): _ENDED,
-    ("transfer.read_ahead", "await asyncio.gather(*self._tasks)"): _WORK,
     ("transfer.read_ahead", "await asyncio.gather(first, second, return_exceptions=True)"): _WORK,
+    ("transfer.read_ahead", "done.exception()"): _ENDED,
     ("transfer.read_ahead", "self._tasks.pop(number).result()"): _ENDED,
+    ("transfer.read_ahead", "self._two_at_a_time"): _WORK,
     ("transfer.read_ahead", "task.result()"): _ENDED,
     (
         "transfer.reading",
@@ -86,32 +134,45 @@ REASONS: dict[tuple[str, str], str] = {
     ): _WORK,
     (
         "transfer.reading",
-        "await type_handlers.ArrayHandler.deserialize(handler, [item.request.info for item in items], args)",
+        "await deserialize(handler, [item.request.info for item in items], args)",
     ): _WORK,
+    ("transfer.reads", "await asyncio.Event().wait()"): "ends with what it stands beside",
+    ("transfer.reads", "await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
+    ("transfer.reads", "await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
+    ("transfer.reads", "await self._asked.wait()"): "ends with what it stands beside",
+    ("transfer.reads", "task.result()"): _ENDED,
     (
         "transfer.relays",
         "jax.block_until_ready([list(output.values()) for output in received])",
     ): "in a thread that has a limit",
+    ("transfer.relays", "self._link"): _WORK,
+    ("transfer.verify", "await asyncio.gather(*self._tasks)"): _WORK,
+    ("transfer.verify", "await in_thread(compute)"): _WORK,
     (
-        "transfer.verify",
-        "await asyncio.gather(*(in_thread(work, devices[number::_THREADS]) for number in range(_THREADS)))",
+        "upstream.stored_arrays",
+        "await asyncio.gather(*(serialization.async_deserialize(arg.sharding, _read_spec(handler, info), arg.",
     ): _WORK,
+    ("upstream.stored_arrays", "await type_handlers.ArrayHandler.deserialize(handler, infos, args)"): _WORK,
     (
-        "upstream.array_handler",
+        "upstream.stored_arrays",
         "await asyncio.gather(*(tensorstore.open(tensorstore.Spec(_read_spec(handler, info)), open=True, cont",
     ): _DESCRIBE,
     (
-        "upstream.array_handler",
+        "upstream.stored_arrays",
         "await asyncio.gather(*(tensorstore_utils.assert_parameter_files_exist(info.parent_dir / info.name, h",
     ): _DESCRIBE,
     (
-        "upstream.array_handler",
+        "upstream.stored_arrays",
         "await serialization.async_deserialize(sharding, {**spec, 'transform': transform}, global_shape=tuple",
     ): _WORK,
     ("upstream.emergency", "_listing_steps.get()"): "a context variable, not a queue",
     ("upstream.hooks", "_lock"): _LOCK,
     ("upstream.hooks", "_served_by.get()"): "a context variable, not a queue",
     ("upstream.object_stores", "await original(*args, **kwargs)"): _PLAIN,
+    (
+        "upstream.probes",
+        "asyncio.run(handler.deserialize([info], [type_handlers.ArrayRestoreArgs(sharding=_sharding())]))",
+    ): "the process that probes has a limit",
     ("upstream.stock_handlers", "await original(*given)"): _PLAIN,
     ("upstream.stock_handlers", "await original(self, infos, args)"): _PLAIN,
     ("upstream.stock_handlers", "await ours.deserialize(infos, args)"): "our own handler",
@@ -137,8 +198,10 @@ def waits(module: str) -> Iterator[ast.expr]:
                 yield node
         elif isinstance(node, ast.Call) and id(node) not in awaited and _waits(node):
             yield node
-        elif isinstance(node, (ast.With, ast.AsyncWith)):
+        elif isinstance(node, ast.With):
             yield from (item.context_expr for item in node.items if ast.unparse(item.context_expr).endswith(LOCKS))
+        elif isinstance(node, ast.AsyncWith):  # of the package's own, what they wait for is listed
+            yield from (item.context_expr for item in node.items if not isinstance(item.context_expr, ast.Call))
 
 
 def _name(call: ast.Call) -> str:
@@ -148,6 +211,8 @@ def _name(call: ast.Call) -> str:
 def _waits(call: ast.Call) -> bool:
     if ast.unparse(call.func) == "subprocess.run":
         return True
+    if ast.unparse(call.func) == "asyncio.run":
+        return not isinstance(call.args[0], ast.Call) or _name(call.args[0]) not in own_coroutines()
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in WAITING:
         return False
     owner = ast.unparse(call.func.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import cost_model, predictions, results
+from bench import cost_model, criteria, predictions, results, tables
 from orbax_ext.upstream import defects
 from tests.faults import table as faults
 from tools import markdown
@@ -42,7 +42,8 @@ def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
     measured = results.load()
     return [
         (DEFECTS, (defects.markdown_table(),)),
-        (results.page(measured.about), results.parts(measured.results)),
+        (tables.page(measured.about), tables.parts(measured.results)),
+        (criteria.PAGE, criteria.parts(measured.results)),
         (predictions.PAGE, (predictions.table(measured.results),)),
         (cost_model.PAGE, (cost_model.table(),)),
         (faults.PAGE, faults.parts(faults.load())),

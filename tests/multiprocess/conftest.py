@@ -13,7 +13,8 @@ from tests.support import late_reader, states
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves tests of a late reader to the end; `_begin_late_restores` starts their restores first."""
-    items.sort(key=lambda item: bool(_late_restores(item)))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else another worker runs tests while they wait
+        items.sort(key=lambda item: bool(_late_restores(item)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ def layers(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-SLOW_STORAGE, SLOW_FABRIC, BOTH = Pace(0.8, 0.0), Pace(0.0, 0.8), Pace(0.3, 0.3)
+SLOW_STORAGE, SLOW_FABRIC, BOTH = Pace(2.0, 0.0), Pace(0.0, 0.8), Pace(0.3, 0.3)
 
 
 def test_slow_storage_makes_it_spread(small_cluster: lab.Cluster, layers: str) -> None:
@@ -81,7 +82,7 @@ def test_nothing_is_connected_if_all_is_read_before_programs_are_compiled(
 
 
 def test_it_follows_links_that_change_in_the_middle(small_cluster: lab.Cluster, layers: str) -> None:
-    for groups, _ in small_cluster.run(restore_at, layers, SLOW_STORAGE, SLOW_FABRIC):
+    for groups, _ in small_cluster.run(restore_at, layers, Pace(1.0, 0.0), SLOW_FABRIC):
         assert 3 <= groups.count("exchange") < 8
     for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, SLOW_STORAGE):
         assert set(groups) <= {"exchange", "direct"}
@@ -99,7 +100,9 @@ def test_slices_of_one_leaf_arrive_from_both_ends(small_cluster: lab.Cluster, pa
 
 
 @pytest.mark.parametrize("end", ["read", "read_whole"])
-def test_a_read_error_at_either_end_is_raised_by_all(small_cluster: lab.Cluster, layers: str, end: str) -> None:
+def test_a_read_error_at_either_end_is_raised_by_all_if_readers_are_strict(
+    small_cluster: lab.Cluster, layers: str, end: str
+) -> None:
     for outcome in small_cluster.outcomes(restore_with_a_bad_disk, layers, end):
         assert "RestoreFailedError: restore failed on 1 process:\n  process 2 (" in str(outcome)
         assert "OSError: the disk is gone" in str(outcome)
@@ -156,9 +159,9 @@ def paced(pace_of: Callable[[], Pace]) -> Iterator[None]:
     """Makes reads and exchanges take longer, by the pace at the time."""
     read, read_whole, start = Executor.read, Executor.read_whole, Executor.start_exchange
 
-    async def slow_share(self: Executor, group: Any) -> Any:
+    async def slow_share(self: Executor, *args: Any) -> Any:
         await asyncio.sleep(pace_of().direct / 4)
-        return await read(self, group)
+        return await read(self, *args)
 
     async def slow_whole(self: Executor, group: Any) -> Any:
         await asyncio.sleep(pace_of().direct)
@@ -201,7 +204,8 @@ def restore_at(
         return later if later is not None and exchanges > 2 else pace
 
     with mock.patch.object(Executor, "start_exchange", start_and_count), paced(pace_now):
-        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}  # eight groups
+        # Eight groups. A process that is slow on purpose is waited for: it shows how the boundary moves.
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
         report = states.restore_exactly(path, knobs, state, mesh)
     return ends_of(report), report.own.bytes_unused
 
@@ -223,7 +227,7 @@ def restore_with_a_slow_compiler(path: str) -> tuple[list[str], list[str]]:
         await compile_all(self, groups)
 
     with mock.patch.object(Executor, "compile", slowly):
-        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
         report = states.restore_exactly(path, knobs, STATE, MESH)
     return ends_of(report), [span.phase for span in report.own.spans]
 
@@ -235,7 +239,7 @@ def restore_with_a_bad_disk(path: str, end: str) -> None:
     with paced(lambda: BOTH), contextlib.ExitStack() as stack:
         if jax.process_index() == 2:
             stack.enter_context(mock.patch.object(Executor, end, fail))
-        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB}
+        knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "strict_readers": True}
         states.restore(path, STATE, MESH, knobs=knobs)
 
 

@@ -7,7 +7,7 @@ import pytest
 from orbax_ext import lab
 from tests.support import leaf_kinds, plain_orbax
 
-KNOBS: list[dict[str, object]] = [{"strategy": "single"}, {"strategy": "spread"}]
+KNOBS: list[dict[str, object]] = [{"strategy": "single"}, {"strategy": "spread"}, {"strategy": "direct"}]
 REFUSED = {  # a part of plain Orbax's message
     "refused_another_shape": "Requested shape: (24, 4) is not compatible with the stored shape: (16, 4)",
     "refused_another_rank": "Requested shape: (16, 4, 1) is not compatible with the stored shape: (16, 4)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from orbax_ext.report.report import RestoreReport, publish
 from tests.support import fault_injection, states
 
 LATE = 2  # the process that reads late in some tests
-KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 4 << 20}
+# A process that is late on purpose is waited for.
+KNOBS = {"replica_axis": "dp", "broadcast_memory_limit_bytes": 4 << 20, "late_seconds": math.inf}
 
 
 @pytest.mark.parametrize("strategy", ["single", pytest.param("spread", marks=pytest.mark.core)])
@@ -110,7 +112,7 @@ def restore_and_fail(path: str, knobs: dict[str, Any]) -> str:
     publish(None)
     try:
         with fault_injection.on(0, fault_injection.read_error):
-            states.restore(path, states.STATE, knobs=knobs)
+            states.restore(path, states.STATE, knobs={**knobs, "strict_readers": True})
     except orbax_ext.RestoreFailedError:
         report = orbax_ext.last_report()
         assert report is not None
