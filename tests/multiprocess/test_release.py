@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 from unittest import mock
@@ -20,7 +19,6 @@ from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
 
 MIB = 1 << 20
-_M_MMAP_THRESHOLD = -3  # from malloc.h
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {f"layer_{number:02}": Spec((1024, 2048), "float32", P("tp")) for number in range(16)}
 STATE_BYTES = 16 * 8 * MIB  # on each process: its two devices have a half each
@@ -73,8 +71,6 @@ def test_the_error_of_a_restore_that_fails_says_what_is_gone(small_cluster: lab.
 
 def measure(path: str) -> tuple[dict[str, int], dict[str, int]]:
     """Returns by strategy how much memory a restore needs beside the old state, with release and without."""
-    # Freed arrays go back to the system, as on other devices: glibc would keep them for the thread that made them.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
     grown, kept_both = {}, {}
     for strategy in STRATEGIES:
         with manager_of(path, strategy) as manager:
