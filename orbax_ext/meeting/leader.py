@@ -237,7 +237,9 @@ class Leader(Member):
         if self._working is None or self._working[0] != self.next:
             self._working = self.next, Patience(self)
         patience = self._working[1]
-        patience.note([len(found), *((news.phase, news.done) for news in self.heard.values())])
+        # Those that are asked need time to come: if that is this process, it may be as long as one of these rounds.
+        asked = self._asked == self.next
+        patience.note([len(found), asked, *((news.phase, news.done) for news in self.heard.values())])
         if "out" not in brought and missing and patience.expired(self.limits.stall):
             error = self.timeout(missing, {process: news.told(self.now) for process, news in self.heard.items()})
             yield from self.decide(session.outcome(self.next), {ERROR: wire.restore_error_to_json(error)})
