@@ -90,19 +90,29 @@ def run(
         if any(step.strategy == VERIFIED for step in todo):
             _write_digests(path)
         with contextlib.ExitStack() as stack:
-            net = None
+            net = servers = None
             if not scenario.local and not settings.unshaped:
                 net = stack.enter_context(network.Network(scenario.hosts, scenario.links, root))
+                servers = stack.enter_context(lab.ForkServers())
             for step in itertools.takewhile(begins, todo):
-                yield _run_step(step, root, net, settings)
+                yield _run_step(step, Hosts(root, net, servers), settings)
 
 
-def _run_step(step: Step, root: pathlib.Path, net: network.Network | None, settings: Settings) -> results.Result:
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Where a scenario's processes run."""
+
+    root: pathlib.Path  # of the checkpoint and other files
+    net: network.Network | None = None  # None: on this machine itself
+    fork_servers: lab.ForkServers | None = None
+
+
+def _run_step(step: Step, where: Hosts, settings: Settings) -> results.Result:
     runs: list[results.Run] = []
     while len(runs) < step.times and not _is_long(step, runs):
         # New processes each time, so that no restore profits from what an earlier one left in memory.
-        with hosts(step, root, net, settings) as cluster:
-            runs.append(_measure(step, root, cluster, net))
+        with processes(step, where, settings) as cluster:
+            runs.append(_measure(step, where, cluster))
         if runs[-1].error:
             break
     commit = commit_of(settings.before) if step.strategy == BEFORE and settings.before else settings.commit
@@ -114,19 +124,21 @@ def _is_long(step: Step, runs: Sequence[results.Run]) -> bool:
 
 
 @contextlib.contextmanager
-def hosts(step: Step, root: pathlib.Path, net: network.Network | None, settings: Settings) -> Iterator[lab.Cluster]:
+def processes(step: Step, where: Hosts, settings: Settings) -> Iterator[lab.Cluster]:
     """Starts the processes of all hosts, with the release and the code that the step is about."""
-    where = {} if net is None else {"host": net.coordinator, "command_prefix": net.command_prefix}
+    net = where.net
+    network_of = {} if net is None else {"host": net.coordinator, "command_prefix": net.command_prefix}
     environment = {"PYTHONWARNINGS": "ignore"}
     if step.strategy == BEFORE and settings.before is not None:
-        environment |= _environment_of(settings.before, root / "before")
+        environment |= _environment_of(settings.before, where.root / "before")
     with lab.Cluster(
         step.scenario.hosts,
         step.scenario.devices,
         timeout=step.scenario.time_limit,
         env=environment,
         python=settings.oldest if step.strategy == STOCK_OLDEST and settings.oldest else sys.executable,
-        **where,  # type: ignore[arg-type]
+        fork_servers=where.fork_servers,
+        **network_of,  # type: ignore[arg-type]
     ) as cluster:
         yield cluster
 
@@ -141,8 +153,8 @@ def _environment_of(checkout: pathlib.Path, folder: pathlib.Path) -> dict[str, s
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
-def _measure(step: Step, root: pathlib.Path, cluster: lab.Cluster, net: network.Network | None) -> results.Run:
-    scenario, started = step.scenario, root / "started"
+def _measure(step: Step, where: Hosts, cluster: lab.Cluster) -> results.Run:
+    scenario, net, started = step.scenario, where.net, where.root / "started"
     started.unlink(missing_ok=True)
     before = net.bytes_served() if net else [0]
     with contextlib.ExitStack() as stack:
@@ -150,7 +162,7 @@ def _measure(step: Step, root: pathlib.Path, cluster: lab.Cluster, net: network.
             stack.enter_context(steering.changing(net, scenario.changes, started))
         if step.busy:
             stack.enter_context(busy_lib.all_cores(scenario.time_limit))
-        path, url = str(root / "checkpoint"), net.url if net else ""
+        path, url = str(where.root / "checkpoint"), net.url if net else ""
         outcomes = cluster.outcomes(work.restore, scenario, path, step.strategy, url, str(started))
     served = sum(net.bytes_served()) - sum(before) if net else 0
     bad = next((outcome for outcome in outcomes if not outcome.ok), None)

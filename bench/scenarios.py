@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from bench import limits
 from bench.changes import Change, stops
 from bench.network import Links
-from bench.strategies import AUTO, BEFORE, PLAIN, SINGLE, SPREAD, STOCK, USUAL, VERIFIED
+from bench.strategies import AUTO, BEFORE, PLAIN, SINGLE, SPREAD, STOCK, STOCK_OLDEST, USUAL, VERIFIED
 
 MIB = 1 << 20
 _ITEMSIZE = 2  # everything is bfloat16
@@ -109,11 +109,13 @@ def _growing(hosts: int) -> Scenario:
 def scenarios() -> Iterator[Scenario]:
     """Yields all scenarios, the headline first."""
     usual = Links(320, 1600)
-    yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, strategies=(*USUAL, VERIFIED))
-    yield _dense("dense_half", "half of it, which the stock handler can restore here with its defaults", usual, 512)
+    every = (*USUAL, STOCK_OLDEST, VERIFIED, BEFORE)
+    yield _dense("dense", "1 GiB in 64 leaves, the usual links", usual, 1024, strategies=every)
+    half = "half of it, which the stock handler can restore here with its defaults"
+    yield _dense("dense_half", half, usual, 512, strategies=(*USUAL, STOCK_OLDEST))
     yield _dense("dense_slow", "a quarter of it, on slower links", Links(80, 400), 256, repeat=1)
     yield _dense("fast_storage", "storage faster than fabric", Links(400, 80), 256)
-    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 1024)
+    yield _dense("shared_link", "one link for storage and fabric", Links(0, 400, shared=True), 512)
     yield _dense("capped_storage", "storage with a total cap", Links(320, 1600, storage_total=320))
     yield _dense("balanced", "storage as fast as fabric: the best is a mixture", Links(200, 200), 256)
     yield from _turning()
@@ -165,13 +167,13 @@ def _failing(usual: Links) -> Iterator[Scenario]:
 
 def _small(usual: Links) -> Iterator[Scenario]:
     yield _dense("small_leaves", "5,000 leaves of 8 KiB", usual, leaf=(64, 64), leaves=5000)
-    ours = (PLAIN, SPREAD, AUTO, BEFORE)
+    ours = (PLAIN, SPREAD, AUTO)
     yield _dense("many_leaves", "20,000 of them", usual, leaf=(64, 64), leaves=20_000, strategies=ours, repeat=1)
 
 
 def _local() -> Iterator[Scenario]:
     """Yields scenarios on this machine's disk, in fact its page cache, and over loopback."""
-    compared = (PLAIN, STOCK, SINGLE, SPREAD, AUTO, BEFORE)
+    compared = (PLAIN, STOCK, SINGLE, SPREAD, AUTO)
     yield _dense(
         "demo_state",
         "32 MiB on the local disk, on the processes of the demo",

@@ -13,7 +13,7 @@ AUTO = "auto"
 VERIFIED = "auto, verify"  # with verify=True, and digests beside the checkpoint
 BEFORE = "auto before"  # the code of another checkout (--before)
 STRATEGIES = (*BASELINES, SINGLE, SPREAD, AUTO, VERIFIED, BEFORE)
-USUAL = (*BASELINES, SINGLE, SPREAD, AUTO, BEFORE)
+USUAL = (PLAIN, STOCK, SINGLE, SPREAD, AUTO)
 OTHER_CODE = (*BASELINES, BEFORE)  # whose results do not depend on the commit
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import time
@@ -135,8 +136,8 @@ def _handler(scenario: Scenario, strategy: str) -> Any:
 
 def _data(scenario: Scenario, number: int) -> np.ndarray:
     """Returns random bits: they do not compress, and NaN payloads, -0.0 and denormals are among them."""
-    words = np.random.default_rng(number).integers(0, 1 << 16, scenario.leaf, np.uint16)
-    return words.view(jnp.bfloat16)
+    data = np.random.default_rng(number).bytes(2 * math.prod(scenario.leaf))
+    return np.frombuffer(data, np.uint16).view(jnp.bfloat16).reshape(scenario.leaf)
 
 
 def make_leaf(scenario: Scenario, number: int) -> jax.Array:

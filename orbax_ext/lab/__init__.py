@@ -15,6 +15,7 @@ another. If a function hangs or kills a process, only its own run fails: the nex
 """
 
 from orbax_ext.lab.cluster import Cluster, Outcome, Run, RunFailedError
+from orbax_ext.lab.forked import ForkServers
 from orbax_ext.lab.protocol import Failure
 
-__all__ = ["Cluster", "Failure", "Outcome", "Run", "RunFailedError"]
+__all__ = ["Cluster", "Failure", "ForkServers", "Outcome", "Run", "RunFailedError"]

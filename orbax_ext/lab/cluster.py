@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from typing import Any, Protocol, Self
 
-from orbax_ext.lab.forked import ForkServerGoneError, server_for
+from orbax_ext.lab import forked
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
 _START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is slow
@@ -68,6 +68,8 @@ class Cluster:
       python: The interpreter, such as that of another environment that has orbax_ext.
       host: The address at which the processes find each other.
       command_prefix: Returns the words to put before the command of a rank (`ip netns exec h0`, `taskset -c 1`).
+      fork_servers: From which processes with a prefix are forked, for clusters that start one after the other on the
+        same hosts; each is started on its own by default.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Cluster:
         python: str = sys.executable,
         host: str = "127.0.0.1",
         command_prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+        fork_servers: forked.ForkServers | None = None,
     ) -> None:
         if processes < 1 or devices < 1:
             raise ValueError(f"A cluster needs at least 1 process and 1 device, got {processes} x {devices}.")
@@ -93,6 +96,7 @@ class Cluster:
         self._python = python
         self._host = host
         self._command_prefix = command_prefix
+        self._fork_servers = fork_servers
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
@@ -199,9 +203,10 @@ class Cluster:
     def _start_process(self, rank: int, env: Mapping[str, str], channel: int, log: int) -> _Process:
         """Starts a process, forked from one that has imported JAX where it would have the same interpreter."""
         prefix = self._command_prefix(rank)
-        if not prefix and self._python == sys.executable:
-            with contextlib.suppress(ForkServerGoneError):  # a process of its own says in its log why
-                return server_for(env).fork(env, self.devices, channel, log)
+        servers = self._fork_servers if prefix else forked.HERE
+        if servers is not None and self._python == sys.executable:
+            with contextlib.suppress(forked.ForkServerGoneError):  # a process of its own says in its log why
+                return servers.server_for(env, prefix).fork(env, self.devices, channel, log)
         command = [*prefix, self._python, "-m", "orbax_ext.lab.worker", str(channel)]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[channel])
 

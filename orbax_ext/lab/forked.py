@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from orbax_ext.lab.protocol import LONGEST_MESSAGE, Fork
 
@@ -19,6 +19,7 @@ from orbax_ext.lab.protocol import LONGEST_MESSAGE, Fork
 _READ_AT_IMPORT = ("JAX_", "XLA_", "TF_", "TPU_", "CUDA_", "OPENBLAS_", "OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON")
 _SET_AGAIN = {"JAX_NUM_CPU_DEVICES"}
 _ANSWER_LIMIT = 180.0  # seconds; the first answer comes after the imports, which are slow on few cores
+_END_LIMIT = 5.0  # seconds for the system to end a server that was killed
 _POLL_INTERVAL = 0.005  # seconds between two looks at a process that is about to end
 
 
@@ -61,13 +62,14 @@ class ForkedProcess:
 class ForkServer:
     """The parent's side. Processes are forked for one environment, apart from variables that are read later."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+        """`prefix` are words before the server's command, such as `ip netns exec h0`."""
         self._environment = dict(environment)
         self._asking = threading.Lock()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "orbax_ext.lab.fork_server", str(theirs.fileno())],
+                [*prefix, sys.executable, "-m", "orbax_ext.lab.fork_server", str(theirs.fileno())],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -90,6 +92,13 @@ class ForkServer:
         """Returns a new process, which runs `worker.main`. Raises `ForkServerGoneError`."""
         return ForkedProcess(self, self.ask(Fork(environment, os.getcwd(), devices), [channel, log]))
 
+    def end(self) -> None:
+        """Ends the server; its children end with it."""
+        self._socket.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_LIMIT)
+
     def ask(self, request: int | Fork, descriptors: Sequence[int] = ()) -> Any:
         with self._asking:
             try:
@@ -103,14 +112,31 @@ class ForkServer:
         return pickle.loads(answer)
 
 
-_server: ForkServer | None = None
-_starting_lock = threading.Lock()
+class ForkServers:
+    """Fork servers by the words before their command, each made when it is first needed.
+
+    Used in a `with` block, at the end of which they end: before the hosts go on which the words made them run.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
+        self._starting = threading.Lock()
+
+    def server_for(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> ForkServer:
+        """Returns a server that forks processes for an environment."""
+        with self._starting:
+            server = self._servers.get(tuple(prefix))
+            if server is None or not server.serves(environment):
+                server = self._servers[tuple(prefix)] = ForkServer(environment, prefix)
+            return server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._servers.values():
+            server.end()
+        self._servers = {}
 
 
-def server_for(environment: Mapping[str, str]) -> ForkServer:
-    """Returns the fork server of this process if it can fork for an environment, or else a new one."""
-    global _server
-    with _starting_lock:
-        if _server is None or not _server.serves(environment):
-            _server = ForkServer(environment)
-        return _server
+HERE = ForkServers()  # those of processes that are started without a prefix

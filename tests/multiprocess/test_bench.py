@@ -99,7 +99,7 @@ def test_without_root_it_runs_on_loopback_and_the_other_code_is_that_of_the_othe
         assert each.exact
         assert each.median("storage_bytes") == 0  # not known
     step = running.Step(TINY, False, "auto before", 1)
-    with running.hosts(step, tmp_path, None, settings) as cluster:
+    with running.processes(step, running.Hosts(tmp_path), settings) as cluster:
         assert cluster.run(is_other_code) == [True, True]
 
 
