@@ -18,6 +18,10 @@ EXAMPLES ?= 300
 SEEDS ?= 100000
 DAMAGES ?= 500
 
+# Of the rows "auto before" in the benchmark: before slow readers were taken over and direct reads went to TensorStore.
+BEFORE ?= df191f7
+BEFORE_CHECKOUT = build/before/$(BEFORE)
+
 .PHONY: help demo check fmt docs clean simulate
 .PHONY: test test-quick test-oldest test-newest test-long test-long-oldest test-long-newest test-python313 test-matrix
 .PHONY: test-stores fuzz fuzz-oldest fuzz-newest
@@ -90,8 +94,21 @@ fmt: $(NEWEST)/.ready ## format, and fix what ruff can fix
 
 bench: $(NEWEST)/.ready $(OLDEST)/.ready ## restores on hosts with shaped links; writes bench/results (BENCH_ARGS='--only dense')
 	$(NEWEST)/bin/python -m pip install --quiet -c constraints/newest.txt -e '.[bench]'
-	$(NEWEST)/bin/python -m bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out bench/results $(BENCH_ARGS)
+	@$(make_before)
+	$(NEWEST)/bin/python -m bench --oldest $(CURDIR)/$(OLDEST)/bin/python --out bench/results $(BENCH_ARGS) \
+		$$(test -z '$(BEFORE)' || test ! -d $(BEFORE_CHECKOUT) || echo --before $(BEFORE_CHECKOUT))
 	$(NEWEST)/bin/python -m tools.docs
+	$(if $(findstring --estimate,$(BENCH_ARGS)),,$(NEWEST)/bin/python -m bench.timeline_picture)
+
+# A clone, so that the results name its commit, and `make clean` leaves nothing behind.
+define make_before
+if [ -n '$(BEFORE)' ] && [ ! -d $(BEFORE_CHECKOUT) ]; then \
+	if git cat-file -e '$(BEFORE)^{commit}' 2>/dev/null; then \
+		git clone --quiet --shared --no-checkout . $(BEFORE_CHECKOUT) && \
+		git -C $(BEFORE_CHECKOUT) checkout --quiet --detach $(BEFORE); \
+	else echo "No rows 'auto before': the commit $(BEFORE) is not in this checkout's history."; fi; \
+fi
+endef
 
 bench-meetings: $(NEWEST)/.ready ## meetings of up to 1,000 clients of the coordination service; writes bench/results/meetings.md
 	$(NEWEST)/bin/python -m bench.meetings --write
@@ -111,7 +128,8 @@ bench-placement: $(NEWEST)/.ready ## memory of jax.device_put and orbax_ext.repl
 bench-startup: $(NEWEST)/.ready ## seconds of commands that need no JAX; writes bench/results/startup.md
 	$(NEWEST)/bin/python -m bench.startup --write
 
-docs: $(NEWEST)/.ready ## write the pages that are made from data, without measuring
+docs: $(NEWEST)/.ready ## write the pages and plots that are made from data, without measuring
+	$(NEWEST)/bin/python -m pip install --quiet -c constraints/newest.txt -e '.[bench]'
 	$(NEWEST)/bin/python -m tools.docs
 
 patches: $(NEWEST)/.ready ## generate patches/ from patches/source

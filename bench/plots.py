@@ -7,6 +7,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from bench import readme_plot
 from bench import results as results_lib
 from bench.results import Result
 from bench.scenarios import scenarios
@@ -20,7 +21,7 @@ _COLOURS = {
     SPREAD: "#2e7d9a",
     AUTO: "#1b4f72",
 }
-# Scenarios that each show something else, in the picture of the README; the page has them all.
+# Scenarios that each show something else; the page has them all.
 _SHOWN = (
     *("dense", "fast_storage", "shared_link", "capped_storage", "balanced", "turning_slow", "turning_fast"),
     *("small_leaves", "huge_leaf", "fsdp_dp", "far_storage", "demo_state", "page_cache"),
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(results: Sequence[Result], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes each plot as PNG and SVG and returns the files."""
+    """Writes each plot as PNG and SVG, and those of README; returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +56,7 @@ def draw(results: Sequence[Result], folder: pathlib.Path) -> list[pathlib.Path]:
             figure.savefig(path, bbox_inches="tight", dpi=130, metadata={"Date": None} if kind == "svg" else None)
             files.append(path)
         pyplot.close(figure)
-    return files
+    return files + readme_plot.draw(results, folder)
 
 
 def _by_scenario(results: Sequence[Result]):  # type: ignore[no-untyped-def]

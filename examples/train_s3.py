@@ -3,7 +3,7 @@
     export AWS_ENDPOINT_URL=https://... AWS_REGION=... AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...
     srun python train_s3.py s3://bucket/run [--steps 100]
 
-Needs `pip install 'orbax-ext[s3]'`. Endpoint, region and credentials come from the usual places.
+Needs `pip install '.[s3]'` from a checkout. Endpoint, region and credentials come from the usual places.
 """
 
 import argparse

@@ -25,6 +25,7 @@ DOCUMENTS = [README, BUILD, ROOT / "CHANGELOG.md", *PAGES, *FOLDERS, *sorted((RO
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+_ATTRIBUTE = re.compile(r"\b(?:src|srcset|href)=\"([^\"\s]+)")
 _PYTHON_FILE = re.compile(r"`([\w./-]+\.py)`")
 _FOLDER = re.compile(r"`([\w/-]+/)`")  # .venv/ and other hidden folders are not in the repository
 _ROOM = re.compile(r"^\| `([\w/]+)/` \|[^|]*\|([^|]*)\|$", re.MULTILINE)
@@ -54,7 +55,7 @@ def anchors(document: pathlib.Path) -> frozenset[str]:
 def links(document: pathlib.Path) -> Iterator[str]:
     """Yields the targets of a document's relative links and pictures."""
     prose = _CODE.sub("code", _FENCE.sub("", document.read_text()))
-    for target in _LINK.findall(prose):
+    for target in _LINK.findall(prose) + _ATTRIBUTE.findall(prose):
         if not re.match(r"[a-z][a-z+.-]*:", target):
             yield target
 
@@ -143,9 +144,10 @@ def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: pathlib.Path) -> None
     assert dead(README, "docs/restoring.md#no-such-heading")
     assert not dead(README, "docs/restoring.md#orbaxs-v1-api")
     page = tmp_path / "page.md"
-    page.write_text("# `One` & two\n```\n# no heading, [no](link.md)\n```\n## Same\n\n## Same\n[one](a.md) `[b](b.md)`")
+    text = "# `One` & two\n```\n# no heading, [no](link.md)\n```\n## Same\n\n## Same\n[one](a.md) `[b](b.md)`\n"
+    page.write_text(text + '<img src="c.svg">')
     assert anchors(page) == {"one--two", "same", "same-1"}
-    assert list(links(page)) == ["a.md"]
+    assert list(links(page)) == ["a.md", "c.svg"]
 
 
 def test_the_page_of_public_names_names_all_of_them_and_no_others() -> None:

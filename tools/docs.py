@@ -1,4 +1,4 @@
-"""Writes the pages that are made from data, without measuring: the table of defects and those in bench/results.
+"""Writes the pages and plots that are made from data, without measuring: the table of defects and bench/results.
 
 python -m tools.docs [--check]
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import cost_model, criteria, predictions, results, tables
+from bench import cost_model, criteria, plots, predictions, results, tables
 from orbax_ext.upstream import defects
 from tests.faults import table as faults
-from tools import markdown
+from tools import markdown, releases
 
 DEFECTS = markdown.Page(
     "docs/defects.md",
@@ -24,7 +24,9 @@ DEFECTS = markdown.Page(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="only say which pages are out of date; plots are not compared"
+    )
     check = parser.parse_args(argv).check
     everything = pages()
     stale = [(page, parts) for page, parts in everything if is_stale(page, *parts)]
@@ -33,8 +35,20 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for page, parts in stale:
         page.write(*parts)
+    if not check:
+        _draw()
     print(f"{len(everything)} pages are up to date")
     return 0
+
+
+def _draw() -> None:
+    """Draws the plots anew."""
+    folder = releases.ROOT / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plots.draw(results.load().results, folder)
+    except ImportError:
+        print("Plots are as they were: matplotlib is not installed (pip install -e '.[bench]').")
 
 
 def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:

@@ -56,6 +56,11 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         self._call("POST", "/window/rect", {"width": width, "height": height})
 
+    def view(self, width: int, height: int, scale: float) -> None:
+        """Sets the size of what is shown, and how many pixels of a screenshot a pixel of the page has each way."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
+
     def point_at(self, x: float, y: float) -> None:
         """Moves the mouse to a point, in pixels from the window's upper left corner."""
         move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"}
