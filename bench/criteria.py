@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from bench.results import Result
 from bench.scenarios import scenarios
 from bench.strategies import AUTO, BEFORE, PLAIN, SINGLE, SPREAD, STOCK, VERIFIED
+from orbax_ext.options import Options
 from tools import markdown
 
 PAGE = markdown.Page(
@@ -19,7 +20,9 @@ PAGE = markdown.Page(
     infinitely long. Results of unknown commits do not count.""",
     "make bench",
 )
-STALL_BELIEVED = 10.0  # seconds until the other processes take over what a silent one should have read
+# Seconds until the other processes have taken over what a silent one should read. They wait `late_seconds` for each
+# share that it had begun: two, as a process reads two groups at a time, and one that `auto` reads directly at the end.
+STALL_BELIEVED = 3 * Options().late_seconds
 _ENDS = (PLAIN, STOCK, SINGLE, SPREAD)  # what `auto` is compared with
 _ENOUGH = 5  # runs, to speak of the worst
 _SAME = 1.03  # two measurements of the same thing differ by so much
@@ -159,8 +162,7 @@ def _take_over(known: Results) -> Iterator[Figure]:
 
     yield Figure("`slow_host`: `auto` / limit", 1.4, _ratio(auto("slow_host"), known.limit("slow_host")))
     yield Figure("`slow_host`: `auto` / the code before", 1.0, _ratio(auto("slow_host"), before("slow_host")))
-    limit = known.limit("dead_link")
-    most = math.nan if limit is None else 1.5 * limit + STALL_BELIEVED
+    most = 1.5 * _SCENARIOS["dead_link"].limit() + STALL_BELIEVED  # known without a measurement
     yield Figure(f"`dead_link`: `auto`, with {STALL_BELIEVED:.0f} s to believe it", most, auto("dead_link"), " s")
     yield Figure("`jitter`: `auto` / the code before", 1 / 1.5, _ratio(auto("jitter"), before("jitter")))
     yield Figure("`dense`: `auto` / the code before", _SAME, _ratio(auto("dense"), before("dense")))

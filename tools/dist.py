@@ -27,6 +27,7 @@ PACKAGE = "orbax_ext"
 _LIMIT = 900.0  # seconds of a command; the longest installs JAX from a slow registry
 _SDIST_FILES = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
 _SDIST_FOLDERS = {PACKAGE, f"{PACKAGE}.egg-info"}
+_ABSOLUTE = re.compile(r"[a-z][a-z+.-]*:")  # a target that leads somewhere without the repository
 _INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
@@ -41,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         names = [member.name for member in archive.getmembers() if member.isfile()]
     found = sdist_problems(names, tracked())
     with zipfile.ZipFile(wheel) as zipped:
-        metadata = email.parser.BytesParser().parsebytes(zipped.read(f"{_info()}/METADATA"))
+        metadata = email.parser.Parser().parsestr(zipped.read(f"{_info()}/METADATA").decode())
         found += wheel_problems(zipped.namelist(), tracked()) + metadata_problems(metadata)
-    found += readme_problems((ROOT / "README.md").read_text(), render(ROOT / "README.md", args.builder))
+    found += readme_problems(*described(metadata, args.builder))
     found += changelog_problems((ROOT / "CHANGELOG.md").read_text())
     if found:
         print("\n".join(found), file=sys.stderr)
@@ -60,6 +61,8 @@ def build(dest: pathlib.Path, builder: str) -> tuple[pathlib.Path, pathlib.Path]
         for name in tracked():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+        readme = source / "README.md"
+        readme.write_text(standalone(readme.read_text()))
         _run([builder, "-m", "build", "--quiet", "--outdir", str(dest), str(source)])
     stem = f"{PACKAGE}-{version.__version__}"
     return dest / f"{stem}.tar.gz", dest / f"{stem}-py3-none-any.whl"
@@ -109,23 +112,43 @@ def metadata_problems(metadata: email.message.Message) -> list[str]:
     return found
 
 
-def render(readme: pathlib.Path, builder: str) -> str:
-    """Returns the readme as the package index shows it; twine renders only reStructuredText."""
+def standalone(readme: str) -> str:
+    """Returns a readme that can be shown without the repository: no relative pictures, relative links as plain text."""
+
+    def unlink(link: re.Match[str]) -> str:
+        return link[0] if _ABSOLUTE.match(link["target"]) else link["text"]
+
+    text = re.sub(r"<picture>.*?</picture>\s*", "", readme, flags=re.DOTALL)
+    text = re.sub(r"!\[[^]]*\]\((?![a-z]+:)[^)]*\)\s*", "", text)
+    return re.sub(r"\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)", unlink, text)
+
+
+def described(metadata: email.message.Message, builder: str) -> tuple[str, str]:
+    """Returns the long description of a wheel, and how the package index shows it.
+
+    This is not `twine check`'s work, because it renders only reStructuredText.
+    """
+    text = metadata.get_payload()
     with tempfile.TemporaryDirectory(prefix="orbax_ext_dist_") as folder:
-        page = pathlib.Path(folder, "readme.html")
+        readme, page = pathlib.Path(folder, "README.md"), pathlib.Path(folder, "readme.html")
+        readme.write_text(text)
         _run([builder, "-m", "readme_renderer", str(readme), "-o", str(page)])
-        return page.read_text()
+        return text, page.read_text()
 
 
 def readme_problems(text: str, html: str) -> list[str]:
-    """Returns the kinds of element that the rendered readme has lost."""
+    """Returns the kinds of element that the rendered readme has lost, and what it refers to but can't reach."""
     counts = {
         "tables": (len(re.findall(r"^\|[-|]+\|$", text, re.MULTILINE)), html.count("<table")),
         "blocks of code": (len(re.findall(r"^```", text, re.MULTILINE)) // 2, html.count("<pre")),
         "pictures": (len(re.findall(r"!\[|<img", text)), html.count("<img")),
     }
     lost = {what: (wanted, found) for what, (wanted, found) in counts.items() if found != wanted}
-    return [f"readme: {found} of {wanted} {what} rendered" for what, (wanted, found) in lost.items()]
+    targets = re.findall(r"""\b(?:src|srcset|href)=["']([^"']*)""", html)
+    return [
+        *(f"readme: {found} of {wanted} {what} rendered" for what, (wanted, found) in lost.items()),
+        *(f"readme: {target} is relative" for target in targets if not _ABSOLUTE.match(target)),
+    ]
 
 
 def changelog_problems(text: str) -> list[str]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_ext
@@ -72,14 +74,22 @@ def test_a_stacked_checkpoint_goes_on_without_pmap(job: lab.Cluster, tmp_path: p
     printed, strategies = run_on(job, "from_pmap", "train", str(tmp_path / "old"), str(tmp_path / "new"))
     assert printed == ["went on from step 100 with weights of shape (256, 64)"]
     assert all(strategies)
+    weights = runpy.run_path(str(EXAMPLES / "from_pmap.py"))["WEIGHTS"]
+    with ocp.StandardCheckpointer() as checkpointer:  # plain Orbax, in this process
+        saved = checkpointer.restore(tmp_path / "new" / "101" / "default", {"weights": np.zeros_like(weights)})
+    assert saved["weights"].dtype == weights.dtype
+    assert saved["weights"].tobytes() == (weights * 2).tobytes()
 
 
 def test_a_host_that_lost_its_directory_gets_the_step_from_others(job: lab.Cluster, tmp_path: pathlib.Path) -> None:
     local, checkpoints = str(tmp_path / "local"), str(tmp_path / "checkpoints")
+    undisturbed, _ = run_on(job, "train_emergency", str(tmp_path / "other"), str(tmp_path / "others"), "--steps", "13")
+    assert [line.split()[1] for line in undisturbed] == [str(step) for step in range(1, 14)]
+    assert len({line.split()[3] for line in undisturbed}) == 13
     first, _ = run_on(job, "train_emergency", local, checkpoints, "--steps", "12")
     shutil.rmtree(f"{local}/2")
     again, strategies = run_on(job, "train_emergency", local, checkpoints, "--steps", "13")
-    assert [line.split()[1] for line in first + again] == [str(step) for step in range(1, 14)]
+    assert first + again == undisturbed
     assert {text for by_leaf in strategies for text in by_leaf.values()} == {"local: from the hosts that have it"}
 
 

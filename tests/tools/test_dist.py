@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.message
+import re
 
 import pytest
 
@@ -55,6 +56,40 @@ def test_a_readme_that_lost_a_table_is_a_problem() -> None:
     text = "| a |\n|---|\n\n```\ncode\n```\n![picture](a.svg)\n"
     assert dist.readme_problems(text, "<table></table><pre></pre><img>") == []
     assert dist.readme_problems(text, "<pre></pre><img>") == ["readme: 0 of 1 tables rendered"]
+
+
+def test_a_relative_link_or_picture_is_a_problem() -> None:
+    text = "![picture](a.svg) <img src='b.svg'>"
+    html = """<a href="https://example.org">a</a> <img src="a.svg"> <img src='b.svg'> <a href="docs/s3.md">S3</a>
+    <a href="#knobs">knobs</a> <a href="mailto:a@example.org">b</a> <source srcset="c.svg">"""
+    relative = ["a.svg", "b.svg", "docs/s3.md", "#knobs", "c.svg"]
+    assert dist.readme_problems(text, html) == [f"readme: {target} is relative" for target in relative]
+
+
+def test_the_long_description_has_the_words_of_relative_links_and_no_relative_pictures() -> None:
+    text = """See [Orbax](https://example.org/orbax) and [Defects](docs/defects.md#all).
+
+<picture><source srcset="a-dark.svg">
+<img src="a.svg"></picture>
+
+![A plot](a.svg)
+
+| [S3](docs/s3.md) | ![badge](https://example.org/badge.svg) |
+"""
+    assert (
+        dist.standalone(text)
+        == """See [Orbax](https://example.org/orbax) and Defects.
+
+| S3 | ![badge](https://example.org/badge.svg) |
+"""
+    )
+
+
+def test_the_readme_leads_nowhere_without_the_repository() -> None:
+    text = dist.standalone((dist.ROOT / "README.md").read_text())
+    assert re.findall(r"\]\((?!https:)|(?:src|srcset|href)=", text) == []
+    assert "Defects." in text
+    assert "https://github.com/google/orbax" in text
 
 
 def test_the_changelog_begins_with_this_version() -> None:
