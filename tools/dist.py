@@ -128,7 +128,7 @@ def described(metadata: email.message.Message, builder: str) -> tuple[str, str]:
 
     This is not `twine check`'s work, because it renders only reStructuredText.
     """
-    text = metadata.get_payload()
+    text = str(metadata.get_payload())
     with tempfile.TemporaryDirectory(prefix="orbax_ext_dist_") as folder:
         readme, page = pathlib.Path(folder, "README.md"), pathlib.Path(folder, "readme.html")
         readme.write_text(text)
@@ -145,9 +145,14 @@ def readme_problems(text: str, html: str) -> list[str]:
     }
     lost = {what: (wanted, found) for what, (wanted, found) in counts.items() if found != wanted}
     targets = re.findall(r"""\b(?:src|srcset|href)=["']([^"']*)""", html)
+    headings = {f"#{name}" for name in re.findall(r"""\bid=["']([^"']*)""", html)}  # they have links to themselves
     return [
         *(f"readme: {found} of {wanted} {what} rendered" for what, (wanted, found) in lost.items()),
-        *(f"readme: {target} is relative" for target in targets if not _ABSOLUTE.match(target)),
+        *(
+            f"readme: {target} is relative"
+            for target in targets
+            if target not in headings and not _ABSOLUTE.match(target)
+        ),
     ]
 
 
