@@ -23,6 +23,8 @@ class Row:
     seconds: float | None = None
     megabytes_read: float | None = None
     exact: bool | None = None  # None: nothing was restored
+    waiting: float | None = None  # seconds that the first meeting took at most, with what is opened and compiled in it
+    taken_over: tuple[int, ...] = ()  # processes whose part others have read
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -73,13 +75,17 @@ def row_of(way: str, outcomes: Sequence[lab.Outcome], grace: float = 0.0) -> Row
     changed = {leaf: change for value in values for leaf, change in value["changed"].items()}
     read = sum(value.get("bytes_read", 0) for value in values)
     waiting = max(value.get("waiting") or 0.0 for value in values)
+    taken_over = sorted({process for value in values for process in value.get("taken_over", ())})
     restored = "restored" + (f"; up to {text_lib.seconds(waiting)} to meet, connect, compile" if waiting else "")
+    restored += f"; others read the part of {text_lib.processes(taken_over, {})}" if taken_over else ""
     return Row(
         way,
         f"changed {_changes(changed)}" if changed else restored,
         round(max(value["seconds"] for value in values), 2),
         round(read / 1e6, 1) if read else None,
         not changed,
+        round(waiting, 3) if waiting else None,
+        tuple(taken_over),
     )
 
 
