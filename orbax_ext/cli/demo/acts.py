@@ -22,8 +22,8 @@ LATE = 36.0  # seconds in act c: more than the 30 after which processes give up 
 GRACE = 3.0  # seconds that the other processes get once one has failed
 LIMIT = 120.0  # seconds of a restore; it ends long before, also on a slow machine
 AGAIN = 5  # restores in act a of which the fastest counts, so that other work on the machine does not
-# Seconds by which ours may be slower than plain Orbax for no reason of its own. Each restore takes fractions of a second,
-# on 32 devices that share a few cores: of restores of one kind, some take several times as long as the fastest.
+# Seconds by which ours may be slower than plain Orbax for no reason of its own. Each restore takes fractions of a
+# second, on 32 devices that share a few cores: of one kind, some take several times as long as the fastest.
 NOISE = 0.3
 _PACKED = 1.1  # bytes read, as a part of the state: metadata comes on top
 

@@ -10,7 +10,6 @@ import pytest
 from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
-from tests.support import s3_server
 from tests.support.s3_checkpoints import check, restore, save
 
 ODD_NAMES = [
@@ -73,7 +72,6 @@ def test_a_checkpoint_larger_than_a_part_of_an_upload_is_restored(s3: str) -> No
     assert np.asarray(restored["weights"]).tobytes() == state["weights"].tobytes()
 
 
-@pytest.mark.skipif(s3_server.STORE == "moto", reason="moto checks no credentials")
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("AWS_SECRET_ACCESS_KEY", "a-wrong-secret-key-of-the-tests"), ("AWS_ACCESS_KEY_ID", "AKIDNOBODYKNOWSIT")],
