@@ -37,7 +37,12 @@ def test_a_row_says_what_the_slowest_process_waited() -> None:
     values = ({"seconds": 1.0, "changed": {}, "waiting": waiting} for waiting in (0.1, 0.25))
     row = rows.row_of("ours", [Outcome(rank, "returned", value) for rank, value in enumerate(values)])
     assert row.outcome == "restored; up to 250 ms to meet, connect, compile"
-    assert row.waiting == 0.25
+
+
+def test_a_row_has_the_longest_first_meeting() -> None:
+    values = ({"seconds": 1.0, "changed": {}, "meeting": meeting} for meeting in (0.1, 0.25))
+    assert rows.row_of("ours", [Outcome(0, "returned", value) for value in values]).meeting == 0.25
+    assert rows.row_of("plain", [returned(0, 1.0)]).meeting is None
 
 
 def test_a_row_names_those_whose_part_others_read() -> None:
@@ -90,7 +95,7 @@ def test_ours_must_be_faster_than_those_that_restored(ours: float | None, kept: 
 
 
 @pytest.mark.parametrize(
-    ("plain", "ours", "waiting", "kept"),
+    ("plain", "ours", "meeting", "kept"),
     [
         (1.0, 0.9, None, True),
         (1.0, 1.9, 0.7, True),  # 0.3 s are for noise
@@ -100,9 +105,9 @@ def test_ours_must_be_faster_than_those_that_restored(ours: float | None, kept: 
     ],
 )
 def test_ours_may_be_slower_than_plain_orbax_by_its_first_meeting(
-    plain: float | None, ours: float, waiting: float | None, kept: bool
+    plain: float | None, ours: float, meeting: float | None, kept: bool
 ) -> None:
-    rows = (Row("plain", "restored", plain), Row("ours", "restored", ours, waiting=waiting))
+    rows = (Row("plain", "restored", plain), Row("ours", "restored", ours, meeting=meeting))
     assert (not acts._slower(*rows)) == kept
 
 
@@ -118,7 +123,7 @@ def test_act_a_restores_by_turns_and_compares(monkeypatch: pytest.MonkeyPatch, t
     told: list[str] = []
 
     def restores(seconds: dict[str, float]) -> Callable[..., tuple[Row, list[Outcome]]]:
-        return lambda stage, kind, name, **_: (Row(name, "restored", seconds[kind], exact=True, waiting=0.5), [])
+        return lambda stage, kind, name, **_: (Row(name, "restored", seconds[kind], exact=True, meeting=0.5), [])
 
     stage = acts.Stage(None, tmp_path, 1, told.append)  # type: ignore[arg-type]
     monkeypatch.setattr(acts, "_outcome", restores({"plain": 1.0, "stock": 1.0, "ours": 1.7}))
@@ -173,6 +178,11 @@ def test_storage_is_slow_for_orbax_and_for_ours(slow: Callable[[float], Abstract
 def test_waiting_counts_the_time_of_overlapping_spans_once() -> None:
     spans = [Span("wait", 0, 2), Span("connect", 1, 3), Span("read", 0, 9), Span("compile", 5, 6)]
     assert work._waiting(spans) == 4
+
+
+def test_the_first_meeting_is_the_first_wait() -> None:
+    assert work._first_meeting([Span("read", 0, 1), Span("wait", 5, 9), Span("wait", 1, 1.5)]) == 0.5
+    assert work._first_meeting([Span("read", 0, 1)]) is None
 
 
 def played(

@@ -31,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert result["timeline"] == str(page)
     for act in result["acts"]:
         assert set(act) == {"act", "title", "claim", "kept", "broken", "rows"}
-        keys = {"way", "outcome", "seconds", "megabytes_read", "exact", "waiting", "taken_over"}
+        keys = {"way", "outcome", "seconds", "megabytes_read", "exact", "meeting", "taken_over"}
         assert all(set(row) == keys for row in act["rows"])
     return {
         "page": page.read_text(),
@@ -54,8 +54,8 @@ def test_ours_reads_every_byte_once_where_storage_is_slow(demo: dict[str, Any]) 
 def test_ours_says_what_it_waited(demo: dict[str, Any]) -> None:
     for act in ("a", "b", "c"):
         assert "to meet, connect, compile" in demo[act]["orbax_ext"]["outcome"]
-        assert demo[act]["orbax_ext"]["waiting"] > 0
-        assert demo[act][next(iter(demo[act]))]["waiting"] is None  # plain Orbax, or its handler
+        assert demo[act]["orbax_ext"]["meeting"] > 0
+        assert demo[act][next(iter(demo[act]))]["meeting"] is None  # plain Orbax, or its handler
 
 
 def test_plain_orbax_and_ours_restore_again(demo: dict[str, Any]) -> None:

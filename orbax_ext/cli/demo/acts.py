@@ -36,7 +36,7 @@ TITLES = {
 }
 CLAIMS = {
     "a": "restores every bit; again, it is no slower than plain Orbax by more than its first meeting "
-    f"(to meet, connect, compile) and {NOISE:g} s, by which restores differ anyway",
+    f"and {NOISE:g} s, by which restores differ anyway",
     "b": "is the fastest of the three, because it reads every byte once, and each process reads a part",
     "c": "does not fail: another replica reads the part of the late process, and every bit is restored "
     "(with late_seconds=inf, it waits for the late process instead)",
@@ -123,7 +123,7 @@ def _slower(plain: Row, ours: Row) -> tuple[str, ...]:
     """Returns what is missing unless ours took as long as plain Orbax, but for its first meeting and for noise."""
     if plain.seconds is None or ours.seconds is None:
         return ()  # what did not restore is not compared
-    more, meeting = ours.seconds - plain.seconds, ours.waiting or 0.0
+    more, meeting = ours.seconds - plain.seconds, ours.meeting or 0.0
     if more <= meeting + NOISE:
         return ()
     return (f"again, it took {more:.2f} s more than plain Orbax; its first meeting took {meeting:.2f} s of them",)

@@ -70,6 +70,7 @@ def restore(
         "bytes_read": read,
         "changed": _changes(restored, arrays),
         "waiting": _waiting(report.own.spans) if report is not None else None,
+        "meeting": _first_meeting(report.own.spans) if report is not None else None,
         "taken_over": sorted({one.process for one in report.take_overs}) if report is not None else [],
         "page": page.render(report) if report is not None and jax.process_index() == 0 else None,
     }
@@ -84,6 +85,12 @@ def _waiting(spans: Iterable[Span]) -> float:
     """Returns the time in which a restore did what plain Orbax does not do; overlapping spans count once."""
     together = [dataclasses.replace(span, phase="together") for span in spans if span.phase in _TOGETHER]
     return seconds_by_phase(together).get("together", 0.0)
+
+
+def _first_meeting(spans: Iterable[Span]) -> float | None:
+    """Returns how long a process was in its first meeting."""
+    waits = [span for span in spans if span.phase == "wait"]
+    return min(waits, key=lambda span: span.start).seconds if waits else None
 
 
 def restore_before(path: str, megabytes: int, *, sizes: Sequence[int]) -> dict[str, Any]:
