@@ -48,7 +48,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
     ("handler", "await self._within(timeout).deserialize(infos, args)"): "our own handler",
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
-    ("lab.forked", "_starting_lock"): _LOCK,
     ("lab.forked", "self._socket.recv(LONGEST_MESSAGE)"): "the socket has a limit",
     ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",
     ("lab.worker", "jax.distributed.shutdown()"): "the cluster ends a worker that does not end by itself",
