@@ -150,7 +150,7 @@ test-python313: .venv/python313/.ready ## the core tests on Python 3.13 with the
 
 .venv/python313/.ready: PYTHON = $(PYTHON313)
 
-test-stores: $(NEWEST)/.ready .venv/s3server/.ready .venv/swift/.ready ## S3 tests on rclone, radosgw, Swift and moto, gs:// on an emulator; root installs radosgw (STORES_ARGS='--only swift')
+test-stores: $(NEWEST)/.ready .venv/s3server/.ready .venv/swift/.ready ## S3 tests on rclone, radosgw and Swift, gs:// on an emulator; root installs radosgw (STORES_ARGS='--only swift')
 	$(NEWEST)/bin/python -m tools.stores --install --write $(STORES_ARGS)
 
 test-matrix: $(NEWEST)/.ready ## the core tests on every release; writes bench/results/releases.md (MATRIX_ARGS='--jobs 2')
@@ -170,8 +170,8 @@ endef
 clean: ## remove environments and builds
 	rm -rf .venv build dist *.egg-info
 
-# moto, for the one S3 test that rclone's server can't do: objects whose keys end with a slash. boto3 comes with it, for
-# the test of a profile with a credential process.
+# moto, for one S3 test: no server that can be installed without root takes keys that end in a slash. boto3 comes with
+# it, for the test of a profile with a credential process.
 .venv/s3server/.ready: PACKAGES = 'moto[s3]' flask flask-cors
 .venv/s3server/.ready: constraints/s3server.txt
 	$(call make_environment,s3server)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from tests.support import s3_server
+from tests.support import s3_server, s3_stores
 from tests.support.s3_proxy import FaultProxy
 from tools import markdown, releases
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5, help="of the read of one file (%(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.path}")
     args = parser.parse_args(argv)
-    moto = s3_server.STORES["moto"]
+    moto = s3_stores.Moto()
     rows = []
     with moto.running(bucket_in_host_name=False) as port, FaultProxy(port) as proxy:
         for name, commit in {"before (s3fs)": args.before, "after (obstore)": "HEAD"}.items():

@@ -12,7 +12,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import options
-from orbax_ext.cli import main
+from orbax_ext.cli import exits, main
 
 pytestmark = pytest.mark.once
 
@@ -153,3 +153,9 @@ def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: pathlib.Path) -> None
 def test_the_page_of_public_names_names_all_of_them_and_no_others() -> None:
     table = (ROOT / "docs" / "public.md").read_text().partition("|---|---|")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(orbax_ext.__all__)
+
+
+def test_the_page_of_public_names_has_all_exit_codes_of_commands() -> None:
+    text = (ROOT / "docs" / "public.md").read_text().partition("their exit codes:")[2].partition(";")[0]
+    codes = {code for name, code in vars(exits).items() if name.startswith("EXIT_")}
+    assert {int(number) for number in re.findall(r"\d+", text)} == codes

@@ -39,5 +39,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([row(head), "|---" * len(head) + "|", *map(row, rows)])
 
 
+def tables_in(text: str) -> list[list[list[str]]]:
+    """Returns the cells of each table in a page, row by row, the head first and without the rule below it."""
+    tables: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("|"):
+            if not inside:
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in line[1:-1].split("|")])
+        inside = line.startswith("|")
+    return [[head, *body] for head, _, *body in tables]
+
+
 def row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"

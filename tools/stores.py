@@ -2,39 +2,39 @@
 
     python -m tools.stores [--only rclone radosgw] [--install] [--write]
 
-Results are kept in build/stores.json, so that stores can be tested one after the other. `--install` gets radosgw and
-memcached from Debian, which needs root; stores that are missing are named and left out.
+`--install` gets radosgw and memcached from Debian, which needs root. A store that is missing is named and left out. The
+table keeps the results of stores that are not tested, so that they can be tested one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
+from tests.support import gcs_server, s3_server
 from tools import markdown, releases
 
-RESULTS = releases.ROOT / "build" / "stores.json"
 S3_STORES = {
     "rclone": "rclone 1.75.2",
     "radosgw": "Ceph radosgw 16.2",
     "swift": "Swift 2.38 s3api",
-    "moto": "moto 5.2 (a mock)",
 }
 PAGE = markdown.Page(
     "bench/results/stores.md",
     "Object stores that the tests ran on",
-    """Passed and all tests of each kind. The servers are real, but for moto, and are reached through a proxy
-    that injects faults. Throttling, expired credentials and interruptions are made by the proxy on every store. rclone
-    sends ranges with the wrong status, 200, which the proxy corrects; without that TensorStore can't read arrays from
-    it. rclone refuses directory markers, so that its test of them runs on moto. AWS itself was not at hand.""",
+    """Passed and all tests of each kind. The servers are real, and are reached through a proxy that injects faults.
+    Throttling, expired credentials and interruptions are made by the proxy on every store. rclone sends ranges with the
+    wrong status, 200, which the proxy corrects; without that TensorStore can't read arrays from it. rclone refuses keys
+    that end in a slash, and no other server can be installed without root: in its column, the test of directory markers
+    ran on moto, a mock. AWS itself was not at hand.""",
     "make test-stores",
 )
 KINDS = {  # by what is searched in the names of tests
@@ -55,6 +55,7 @@ KINDS = {  # by what is searched in the names of tests
     "directory markers of earlier releases": r"with_markers",
 }
 S3_TESTS = ("tests/storage/s3", "tests/multiprocess/test_s3.py")
+_ALL = "all tests, with those that need no store"
 _LIMIT = 1800.0  # seconds for one store
 _PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "ceph-common", "memcached")
 
@@ -69,32 +70,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.install:
         _install()
-    results: dict[str, Outcomes] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results: dict[str, Outcomes] = {}
+    failed = False
     for store in args.only:
-        results[store] = _test(store)
+        if reason := missing(store):
+            print(f"{store}: not tested: {reason}", flush=True)
+            continue
+        try:
+            results[store] = _test(store)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            failed = True
+            print(f"{store}: failed: {error}", flush=True)
+            continue
+        failed |= "failed" in results[store].values()
         print(f"{store}: {_count(list(results[store].values()))} tests passed", flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results))
-    if args.write:
-        PAGE.write(*tables(results))
-    return int(any(outcome == "failed" for store in args.only for outcome in results[store].values()))
+    if args.write and results:
+        PAGE.write(*tables(results, PAGE.file.read_text() if PAGE.file.exists() else ""))
+    return int(failed)
 
 
-def tables(results: dict[str, Outcomes]) -> list[str]:
-    """Returns the tables of the S3 stores and of the emulated GCS."""
-    stores = [store for store in S3_STORES if any(outcome != "skipped" for outcome in results.get(store, {}).values())]
-    rows = [(kind, *(_cell(results[store], pattern) for store in stores)) for kind, pattern in KINDS.items()]
-    rows.append(("all tests, with those that need no store", *(_cell(results[store], "") for store in stores)))
-    parts = [markdown.table(("", *(S3_STORES[store] for store in stores)), rows)]
-    if gcs := results.get("gcs"):
+def missing(store: str) -> str | None:
+    """Returns why a store can't run here, or None if it can."""
+    return gcs_server.missing() if store == "gcs" else s3_server.STORES[store].missing()
+
+
+def tables(results: Mapping[str, Outcomes], page: str) -> list[str]:
+    """Returns the tables of the S3 stores and of the emulated GCS, with what `page` has of those without results."""
+    before = {table[0][0]: table for table in markdown.tables_in(page)}  # by the left cell of their heads
+    columns = _columns(before.get("", [[]]))
+    for store in results.keys() & S3_STORES.keys():
+        cells = {kind: _cell(results[store], pattern) for kind, pattern in {**KINDS, _ALL: ""}.items()}
+        columns[S3_STORES[store]] = cells
+    titles = [title for title in S3_STORES.values() if title in columns]
+    rows = [(kind, *(columns[title].get(kind, "-") for title in titles)) for kind in (*KINDS, _ALL)]
+    parts = [markdown.table(("", *titles), rows)]
+    head, *gcs = before.get("gs://", [["gs://", ""]])
+    if "gcs" in results:
+        gcs = [
+            [name.partition("::")[2].removeprefix("test_").replace("_", " "), outcome]
+            for name, outcome in results["gcs"].items()
+        ]
+    if gcs:
         parts.append(
             "gs:// is tested on an emulator (gcp-storage-emulator 2026.7), with TensorStore's gcs driver for arrays\n"
             "and gcsfs for metadata files. The emulator knows no generations, which a proxy adds. It checks no\n"
             "credentials and does not throttle, so that neither is tested."
         )
-        cells = [(name.partition("::")[2].removeprefix("test_").replace("_", " "), gcs[name]) for name in gcs]
-        parts.append(markdown.table(("gs://", ""), cells))
+        parts.append(markdown.table(head, gcs))
     return parts
+
+
+def _columns(table: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Returns the cells of a table by the titles of its columns and its rows."""
+    (_, *titles), *rows = table if table[0] else [[""]]
+    return {title: {cells[0]: cells[place] for cells in rows} for place, title in enumerate(titles, 1)}
 
 
 def _cell(outcomes: Outcomes, pattern: str) -> str:
@@ -112,7 +141,12 @@ def _test(store: str) -> Outcomes:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}", *tests]
-        subprocess.run(command, cwd=releases.ROOT, env=environ, timeout=_LIMIT, check=False)
+        with subprocess.Popen(command, cwd=releases.ROOT, env=environ, start_new_session=True) as process:
+            try:
+                process.wait(_LIMIT)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # the servers too
+                raise
         return _outcomes(report)
 
 

@@ -39,6 +39,18 @@ def test_a_row_says_what_the_slowest_process_waited() -> None:
     assert row.outcome == "restored; up to 250 ms to meet, connect, compile"
 
 
+def test_a_row_has_the_longest_first_meeting() -> None:
+    values = ({"seconds": 1.0, "changed": {}, "meeting": meeting} for meeting in (0.1, 0.25))
+    assert rows.row_of("ours", [Outcome(0, "returned", value) for value in values]).meeting == 0.25
+    assert rows.row_of("plain", [returned(0, 1.0)]).meeting is None
+
+
+def test_a_row_names_those_whose_part_others_read() -> None:
+    values = ({"seconds": 1.0, "changed": {}, "taken_over": processes} for processes in ([3], [1, 3]))
+    row = rows.row_of("ours", [Outcome(rank, "returned", value) for rank, value in enumerate(values)])
+    assert (row.outcome, row.taken_over) == ("restored; others read the part of processes 1, 3", (1, 3))
+
+
 def test_changed_leaves_are_named_once_with_their_change() -> None:
     row = rows.row_of("stock", [returned(0, 1.0, mask="x became y"), returned(1, 1.0, mask="x became y", bias="bits")])
     assert (row.outcome, row.exact) == ("changed bias (bits), mask (x became y)", False)
@@ -72,7 +84,7 @@ def test_the_table_shows_sizes_and_durations_and_wraps_outcomes() -> None:
         (Row("ours", "1 of 4 processes died"), False),
     ],
 )
-def test_the_claim_of_act_a_needs_every_bit_and_every_byte_once(row: Row, kept: bool) -> None:
+def test_the_claim_of_act_b_needs_every_bit_and_every_byte_once(row: Row, kept: bool) -> None:
     assert (not acts._not_once(row, 32)) == kept
 
 
@@ -80,6 +92,73 @@ def test_the_claim_of_act_a_needs_every_bit_and_every_byte_once(row: Row, kept: 
 def test_ours_must_be_faster_than_those_that_restored(ours: float | None, kept: bool) -> None:
     others = {"plain": Row("plain", "restored", 3.0), "stock": Row("stock", "failed")}
     assert (not acts._not_fastest({**others, "ours": Row("ours", "restored", ours)})) == kept
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "meeting", "kept"),
+    [
+        (1.0, 0.9, None, True),
+        (1.0, 1.9, 0.7, True),  # 0.3 s are for noise
+        (1.0, 2.1, 0.7, False),
+        (1.0, 1.4, None, False),
+        (None, 1.4, None, True),
+    ],
+)
+def test_ours_may_be_slower_than_plain_orbax_by_its_first_meeting(
+    plain: float | None, ours: float, meeting: float | None, kept: bool
+) -> None:
+    rows = (Row("plain", "restored", plain), Row("ours", "restored", ours, meeting=meeting))
+    assert (not acts._slower(*rows)) == kept
+
+
+def test_the_fastest_of_several_restores_counts_unless_one_is_not_exact() -> None:
+    slow, fast, other = (Row("ours", "", seconds, exact=True) for seconds in (3.0, 1.0, 2.0))
+    assert acts._fastest([slow, fast, other]) is fast
+    wrong, failed = Row("ours", "changed mask", 2.0, exact=False), Row("ours", "1 of 4 processes failed")
+    assert acts._fastest([slow, fast, wrong]) is wrong
+    assert acts._fastest([slow, failed, fast]) is failed
+
+
+def test_act_a_restores_by_turns_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    told: list[str] = []
+
+    def restores(seconds: dict[str, float]) -> Callable[..., tuple[Row, list[Outcome]]]:
+        return lambda stage, kind, name, **_: (Row(name, "restored", seconds[kind], exact=True, meeting=0.5), [])
+
+    stage = acts.Stage(None, tmp_path, 1, told.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(acts, "_outcome", restores({"plain": 1.0, "stock": 1.0, "ours": 1.7}))
+    assert acts.exactness(stage).kept
+    monkeypatch.setattr(acts, "_outcome", restores({"plain": 1.0, "stock": 1.0, "ours": 2.0}))
+    assert acts.exactness(stage).broken == (
+        "again, it took 1.00 s more than plain Orbax; its first meeting took 0.50 s of them",
+    )
+    assert len(told) == 2 * 5
+
+
+@pytest.mark.parametrize(("taken_over", "kept"), [((0,), True), ((1, 0), True), ((), False), ((2,), False)])
+def test_the_claim_of_act_c_needs_another_reader(taken_over: tuple[int, ...], kept: bool) -> None:
+    assert (not acts._not_taken_over(Row("ours", "restored", taken_over=taken_over))) == kept
+
+
+@pytest.mark.parametrize(
+    ("message", "kept"),
+    [
+        ('Error reading "weights/3.0" in OCDBT database at local file "{step}/default/": Requested', True),
+        ('Error reading "mask/0" in OCDBT database at local file "{step}/default/"', False),  # not damaged
+        ("Error reading weights in {step}/default/", False),
+        ('Error reading "weights/3.0" in {step}/', False),
+        ('Error reading "weights/3.0"', False),
+    ],
+)
+def test_the_claim_of_act_d_needs_a_damaged_leaf_and_its_database(
+    monkeypatch: pytest.MonkeyPatch, message: str, kept: bool
+) -> None:
+    step = pathlib.Path("/run/2")
+    damaged = {"/run/2/default": ("first_moment", "weights")}
+    monkeypatch.setattr(work, "damaged_leaves", damaged.__getitem__)
+    outcomes = [raised(rank, message.format(step=step)) for rank in range(2)]
+    assert (not acts._not_named(outcomes, step, step / "default" / "d" / "0f")) == kept
+    assert acts._not_named([*outcomes, returned(2, 1.0)], step, step / "default" / "d" / "0f")
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(1.0, True), (0.2, False)])
@@ -99,6 +178,11 @@ def test_storage_is_slow_for_orbax_and_for_ours(slow: Callable[[float], Abstract
 def test_waiting_counts_the_time_of_overlapping_spans_once() -> None:
     spans = [Span("wait", 0, 2), Span("connect", 1, 3), Span("read", 0, 9), Span("compile", 5, 6)]
     assert work._waiting(spans) == 4
+
+
+def test_the_first_meeting_is_the_first_wait() -> None:
+    assert work._first_meeting([Span("read", 0, 1), Span("wait", 5, 9), Span("wait", 1, 1.5)]) == 0.5
+    assert work._first_meeting([Span("read", 0, 1)]) is None
 
 
 def played(

@@ -31,7 +31,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert result["timeline"] == str(page)
     for act in result["acts"]:
         assert set(act) == {"act", "title", "claim", "kept", "broken", "rows"}
-        assert all(set(row) == {"way", "outcome", "seconds", "megabytes_read", "exact"} for row in act["rows"])
+        keys = {"way", "outcome", "seconds", "megabytes_read", "exact", "meeting", "taken_over"}
+        assert all(set(row) == keys for row in act["rows"])
     return {
         "page": page.read_text(),
         **{act["act"]: {row["way"]: row for row in act["rows"]} for act in result["acts"]},
@@ -53,12 +54,23 @@ def test_ours_reads_every_byte_once_where_storage_is_slow(demo: dict[str, Any]) 
 def test_ours_says_what_it_waited(demo: dict[str, Any]) -> None:
     for act in ("a", "b", "c"):
         assert "to meet, connect, compile" in demo[act]["orbax_ext"]["outcome"]
+        assert demo[act]["orbax_ext"]["meeting"] > 0
+        assert demo[act][next(iter(demo[act]))]["meeting"] is None  # plain Orbax, or its handler
+
+
+def test_plain_orbax_and_ours_restore_again(demo: dict[str, Any]) -> None:
+    plain, ours = list(demo["a"].values())[3:]
+    assert (plain["way"], ours["way"]) == ("plain Orbax, best of 5", "orbax_ext, best of 5")
+    assert plain["exact"]
+    assert ours["exact"]
 
 
 def test_a_late_reader_fails_stock_but_not_ours(demo: dict[str, Any]) -> None:
     stock, ours = demo["c"].values()
     assert "failed" in stock["outcome"] or "hung" in stock["outcome"]
     assert ours["exact"]
+    assert work.LATE_PROCESS in ours["taken_over"]
+    assert re.search(r"others read the part of process(es)? 0", ours["outcome"])
 
 
 def test_a_damaged_file_leaves_stock_hanging_and_fails_ours_everywhere(demo: dict[str, Any]) -> None:
@@ -81,7 +93,7 @@ def test_a_restore_that_is_not_exact_fails_the_act(tmp_path: pathlib.Path) -> No
         cluster.run(work.save, stage.path, 1, [1, 2], (1, 2, 2))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(acts, "MESH", (1, 2, 2))
-            patch.setattr(acts, "cut_a_file", lambda step: None)
+            patch.setattr(acts, "cut_a_file", lambda step: step / "default" / "manifest.ocdbt")
             act = acts.damage(stage)
     assert not act.kept
     assert act.broken[0].startswith("not every process failed")

@@ -67,15 +67,17 @@ def test_all_others_name_a_node_that_dies_during_the_restore(
     slurm.popen(*to_log, "srun", "-N4", "--job-name=dying", f"--output={tmp_path}/task-%t.out", *words)
     wait_until((tmp_path / "reading").exists, log.read_text)
     slurm.kill_node("n2")
-    survivors = [0, 1, 3]
-    wait_until(lambda: exit_codes(log.read_text()) == dict.fromkeys(survivors, restoring.EXIT), log.read_text)
-    for rank in survivors:
-        message = (tmp_path / str(rank)).read_text()
-        # Killed while the processes still connect to each other, some have an error of their own to report too.
-        assert message.startswith(("RestoreTimeoutError", "RestoreFailedError"))
-        assert "process 2 (n2)" in message
-    slurm.run("scancel", "--name=dying")
-    slurm.start_node("n2")
+    try:
+        survivors = [0, 1, 3]
+        wait_until(lambda: exit_codes(log.read_text()) == dict.fromkeys(survivors, restoring.EXIT), log.read_text)
+        for rank in survivors:
+            message = (tmp_path / str(rank)).read_text()
+            # Killed while the processes still connect to each other, some have an error of their own to report too.
+            assert message.startswith(("RestoreTimeoutError", "RestoreFailedError"))
+            assert "process 2 (n2)" in message
+    finally:  # the tests after this one need four nodes
+        slurm.run("scancel", "--name=dying", check=False)
+        slurm.start_node("n2")
 
 
 def test_a_training_job_that_is_killed_resumes_with_the_same_losses(slurm: Slurm, tmp_path: pathlib.Path) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 from tests.support import s3_stores
 from tests.support.s3_radosgw import Radosgw
-from tests.support.s3_stores import Moto, Rclone, Store
+from tests.support.s3_stores import Rclone, Store
 from tests.support.s3_swift import Swift
 
-STORES: dict[str, Store] = {"rclone": Rclone(), "radosgw": Radosgw(), "swift": Swift(), "moto": Moto()}
+STORES: dict[str, Store] = {"rclone": Rclone(), "radosgw": Radosgw(), "swift": Swift()}
 STORE = os.environ.get("ORBAX_EXT_S3_STORE", "rclone")
 ACCESS_KEY, SECRET_KEY = STORES[STORE].access_key, s3_stores.SECRET_KEY
 SESSION_TOKEN = "the-session-token-of-the-tests"  # no error and no log may hold it, nor the secret key

@@ -59,7 +59,10 @@ class Rclone(Store):
 
 
 class Moto(Store):
-    """moto, a mock that checks no signature, for objects whose keys end with a slash, which rclone refuses."""
+    """moto, a mock that checks no signature, for one test of keys that end in a slash.
+
+    No server that can be installed without root takes them: rclone keeps objects as files and refuses them.
+    """
 
     _program = ROOT / ".venv" / "s3server" / "bin" / "moto_server"
 

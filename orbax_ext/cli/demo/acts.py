@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,20 +21,26 @@ SLOW = 6.0  # MB/s of each process in act b
 LATE = 36.0  # seconds in act c: more than the 30 after which processes give up to open a connection to each other
 GRACE = 3.0  # seconds that the other processes get once one has failed
 LIMIT = 120.0  # seconds of a restore; it ends long before, also on a slow machine
+AGAIN = 5  # restores in act a of which the fastest counts, so that other work on the machine does not
+# Seconds by which ours may be slower than plain Orbax for no reason of its own. Each restore takes fractions of a
+# second, on 32 devices that share a few cores: of one kind, some take several times as long as the fastest.
+NOISE = 0.3
 _PACKED = 1.1  # bytes read, as a part of the state: metadata comes on top
 
 TITLES = {
     "a": f"{PROCESSES} processes x {DEVICES} devices restore under jax.set_mesh; the page cache is the storage",
     "b": f"slow storage: the demo lets each process read at most {SLOW:.0f} MB/s",
-    "c": f"a late reader: the demo holds back the reads of process 0 for {LATE:.0f} s",
+    "c": f"a late reader: the demo holds back the reads of process {work.LATE_PROCESS} for {LATE:.0f} s",
     "d": "a damaged checkpoint: the demo has cut off half of a file with chunks of the newest step",
     "e": "the timeline of orbax_ext's restore in act b, as a page",
 }
 CLAIMS = {
-    "a": "restores every bit",
+    "a": "restores every bit; again, it is no slower than plain Orbax by more than its first meeting "
+    f"and {NOISE:g} s, by which restores differ anyway",
     "b": "is the fastest of the three, because it reads every byte once, and each process reads a part",
-    "c": "waits for the late reader, and restores",
-    "d": "fails on every process, names the leaf and where it is stored, and restores the step before",
+    "c": "does not fail: another replica reads the part of the late process, and every bit is restored "
+    "(with late_seconds=inf, it waits for the late process instead)",
+    "d": "fails on every process, names a damaged leaf and the database that it is in, and restores the step before",
 }
 Say = Callable[[str], None]
 
@@ -59,10 +66,15 @@ class Stage:
 
 
 def exactness(stage: Stage) -> Act:
-    """Act a. The first restore of a process also imports and compiles, so two of the handlers restore once more."""
+    """Act a. The first restore of a process also imports and compiles, so two of the handlers restore again."""
     rows = {kind: _restore(stage, kind, name)[0] for kind, name in NAMES.items()}
-    again = {kind: _restore(stage, kind, f"{NAMES[kind]}, again")[0] for kind in ("plain", "ours")}
-    broken = _not_exact(rows["ours"]) + _not_exact(again["ours"])
+    names = {kind: f"{NAMES[kind]}, best of {AGAIN}" for kind in ("plain", "ours")}
+    restores: dict[str, list[Row]] = {kind: [] for kind in names}
+    for _ in range(AGAIN):  # by turns, so that what else the machine does slows down both
+        for kind, name in names.items():
+            restores[kind].append(_outcome(stage, kind, name)[0])
+    again = {kind: stage.tell(_fastest(found)) for kind, found in restores.items()}
+    broken = _not_exact(rows["ours"]) + _not_exact(again["ours"]) + _slower(again["plain"], again["ours"])
     return _act("a", [*rows.values(), *again.values()], broken)
 
 
@@ -75,9 +87,19 @@ def slow_storage(stage: Stage) -> Act:
 
 
 def _restore(stage: Stage, kind: str, name: str, **conditions: Any) -> tuple[Row, Sequence[lab.Outcome]]:
+    row, outcomes = _outcome(stage, kind, name, **conditions)
+    return stage.tell(row), outcomes
+
+
+def _outcome(stage: Stage, kind: str, name: str, **conditions: Any) -> tuple[Row, Sequence[lab.Outcome]]:
     run = stage.cluster.submit(work.restore, stage.path, stage.megabytes, kind, sizes=MESH, **conditions)
     outcomes = run.outcomes(LIMIT, GRACE)
-    return stage.tell(row_of(name, outcomes, GRACE)), outcomes
+    return row_of(name, outcomes, GRACE), outcomes
+
+
+def _fastest(rows: Sequence[Row]) -> Row:
+    """Returns the fastest of several restores, or the first that was not exact."""
+    return next((row for row in rows if not row.exact), None) or min(rows, key=lambda row: row.seconds or 0.0)
 
 
 def _page(outcomes: Sequence[lab.Outcome]) -> str | None:
@@ -95,6 +117,16 @@ def _not_fastest(rows: Mapping[str, Row]) -> tuple[str, ...]:
     ours = rows["ours"].seconds
     others = {kind: row.seconds for kind, row in rows.items() if kind != "ours" and row.seconds is not None}
     return tuple(f"{NAMES[kind]} was not slower" for kind, theirs in others.items() if ours is None or ours >= theirs)
+
+
+def _slower(plain: Row, ours: Row) -> tuple[str, ...]:
+    """Returns what is missing unless ours took as long as plain Orbax, but for its first meeting and for noise."""
+    if plain.seconds is None or ours.seconds is None:
+        return ()  # what did not restore is not compared
+    more, meeting = ours.seconds - plain.seconds, ours.meeting or 0.0
+    if more <= meeting + NOISE:
+        return ()
+    return (f"again, it took {more:.2f} s more than plain Orbax; its first meeting took {meeting:.2f} s of them",)
 
 
 def _not_paced(outcomes: Sequence[lab.Outcome]) -> tuple[str, ...]:
@@ -138,7 +170,7 @@ class LateReader:
 
     def end(self, stage: Stage) -> Act:
         rows = {kind: row_of(NAMES[kind], run.outcomes(LIMIT, GRACE), GRACE) for kind, run in self._runs.items()}
-        return _act("c", map(stage.tell, rows.values()), _not_exact(rows["ours"]))
+        return _act("c", map(stage.tell, rows.values()), _not_exact(rows["ours"]) + _not_taken_over(rows["ours"]))
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -146,30 +178,43 @@ class LateReader:
                 stack.callback(cluster.close)
 
 
+def _not_taken_over(row: Row) -> tuple[str, ...]:
+    late = work.LATE_PROCESS
+    return () if late in row.taken_over else (f"nobody else read the part of process {late}",)
+
+
 def damage(stage: Stage) -> Act:
     """Act d."""
     step = stage.folder / "checkpoints" / "2"
-    cut_a_file(step)
+    file = cut_a_file(step)
     # Without jax.set_mesh, under which older releases fail before they read.
     stock, _ = _restore(stage, "stock", NAMES["stock"], set_mesh=False, step=2)
     ours, outcomes = _restore(stage, "ours", NAMES["ours"], set_mesh=False, step=2)
     before = stage.cluster.outcomes(work.restore_before, stage.path, stage.megabytes, sizes=MESH, timeout=LIMIT)
     row = stage.tell(row_of(f"{NAMES['ours']}, step before", before))
-    return _act("d", (stock, ours, row), _not_named(outcomes, step) + _not_exact(row))
+    return _act("d", (stock, ours, row), _not_named(outcomes, step, file) + _not_exact(row))
 
 
-def _not_named(outcomes: Sequence[lab.Outcome], step: pathlib.Path) -> tuple[str, ...]:
-    """Returns what is missing unless every process failed with an error that names a leaf and the step's folder."""
+def _not_named(outcomes: Sequence[lab.Outcome], step: pathlib.Path, file: pathlib.Path) -> tuple[str, ...]:
+    """Returns what is missing unless every process failed with an error that names a damaged leaf and its database.
+
+    TensorStore names the chunk, such as "weights/3.0", and the folder of the database in which it looked for it.
+    """
+    item = step / file.relative_to(step).parts[0]
+    leaves = work.damaged_leaves(str(item))
+    named = re.compile(f'"(?:{"|".join(map(re.escape, leaves))})/[^"\n]+"[^\n]*"{re.escape(f"{item}/")}')
     messages = [outcome.failure.message if outcome.failure else "" for outcome in outcomes]
-    if all(f"{step}/" in message and any(leaf in message for leaf in work.LEAVES) for message in messages):
+    if leaves and all(named.search(message) for message in messages):
         return ()
-    return (f"not every process failed with an error that names a leaf and {step}",)
+    damaged = f"one of {', '.join(leaves)}" if leaves else "a damaged leaf, of which there is none,"
+    return (f"not every process failed with an error that names {damaged} in {item}",)
 
 
-def cut_a_file(step: pathlib.Path) -> None:
-    """Cuts the largest file of a step in half."""
+def cut_a_file(step: pathlib.Path) -> pathlib.Path:
+    """Cuts the largest file of a step in half, and returns it."""
     file = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
+    return file
 
 
 def _act(letter: str, rows: Iterable[Row], broken: tuple[str, ...]) -> Act:

@@ -23,6 +23,8 @@ class Row:
     seconds: float | None = None
     megabytes_read: float | None = None
     exact: bool | None = None  # None: nothing was restored
+    meeting: float | None = None  # seconds that a process was in the first meeting, at most; None if there was none
+    taken_over: tuple[int, ...] = ()  # processes whose part others have read
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -73,13 +75,18 @@ def row_of(way: str, outcomes: Sequence[lab.Outcome], grace: float = 0.0) -> Row
     changed = {leaf: change for value in values for leaf, change in value["changed"].items()}
     read = sum(value.get("bytes_read", 0) for value in values)
     waiting = max(value.get("waiting") or 0.0 for value in values)
+    meetings = [value["meeting"] for value in values if value.get("meeting") is not None]
+    taken_over = sorted({process for value in values for process in value.get("taken_over", ())})
     restored = "restored" + (f"; up to {text_lib.seconds(waiting)} to meet, connect, compile" if waiting else "")
+    restored += f"; others read the part of {text_lib.processes(taken_over, {})}" if taken_over else ""
     return Row(
         way,
         f"changed {_changes(changed)}" if changed else restored,
         round(max(value["seconds"] for value in values), 2),
         round(read / 1e6, 1) if read else None,
         not changed,
+        round(max(meetings), 3) if meetings else None,
+        tuple(taken_over),
     )
 
 

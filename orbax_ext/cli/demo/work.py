@@ -19,10 +19,11 @@ from orbax_ext.lab import handlers
 from orbax_ext.report import page
 from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.storage import counters
+from orbax_ext.storage.checkpoint import digest_files
 
 AXES = ("pp", "dp", "tp")
+LATE_PROCESS = 0  # whose reads are held back where storage is late
 _TOGETHER = ("wait", "connect", "compile")  # phases of a restore that plain Orbax does not have
-LEAVES = ("weights", "first_moment", "second_moment", "quantized", "mask", "step")
 
 
 def save(path: str, megabytes: int, steps: Sequence[int], sizes: Sequence[int]) -> None:
@@ -58,7 +59,7 @@ def restore(
         manager = ocp.CheckpointManager(path)
         if megabytes_per_second is not None:
             stack.enter_context(storage.paced(megabytes_per_second * 1e6))
-        if late is not None and jax.process_index() == 0:
+        if late is not None and jax.process_index() == LATE_PROCESS:
             stack.enter_context(storage.late(late))
         started, read = time.monotonic(), counters.bytes_read()
         restored = jax.block_until_ready(manager.restore(step, args=_args(abstract)))
@@ -69,14 +70,27 @@ def restore(
         "bytes_read": read,
         "changed": _changes(restored, arrays),
         "waiting": _waiting(report.own.spans) if report is not None else None,
+        "meeting": _first_meeting(report.own.spans) if report is not None else None,
+        "taken_over": sorted({one.process for one in report.take_overs}) if report is not None else [],
         "page": page.render(report) if report is not None and jax.process_index() == 0 else None,
     }
+
+
+def damaged_leaves(item: str) -> tuple[str, ...]:
+    """Returns the leaves of a checkpoint that can't be read, without any of the handlers."""
+    return tuple(leaf for leaf, digest in digest_files.compute(item) if isinstance(digest, str))
 
 
 def _waiting(spans: Iterable[Span]) -> float:
     """Returns the time in which a restore did what plain Orbax does not do; overlapping spans count once."""
     together = [dataclasses.replace(span, phase="together") for span in spans if span.phase in _TOGETHER]
     return seconds_by_phase(together).get("together", 0.0)
+
+
+def _first_meeting(spans: Iterable[Span]) -> float | None:
+    """Returns how long a process was in its first meeting."""
+    waits = [span for span in spans if span.phase == "wait"]
+    return min(waits, key=lambda span: span.start).seconds if waits else None
 
 
 def restore_before(path: str, megabytes: int, *, sizes: Sequence[int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import paths, settings
 from orbax_ext.storage.s3.directories import EmptyDirectories
 from orbax_ext.storage.s3.settings import Settings
-from tests.support import s3_server
+from tests.support import s3_server, s3_stores
 from tests.support.s3_checkpoints import check, restore, save
 from tests.support.s3_proxy import FaultProxy
 
@@ -57,7 +57,7 @@ def takes_markers(s3: str, s3_port: int) -> Iterator[str]:
     if s3_server.STORES[s3_server.STORE].takes_keys_that_end_with_a_slash:
         yield f"http://127.0.0.1:{s3_port}"
         return
-    moto = s3_server.STORES["moto"]
+    moto = s3_stores.Moto()
     if reason := moto.missing():
         pytest.skip(reason)
     with moto.running(bucket_in_host_name=False) as port:
@@ -77,7 +77,10 @@ def test_a_checkpoint_with_markers_is_listed_restored_moved_and_deleted(s3: str,
     with ocp.CheckpointManager(s3) as manager:
         assert manager.all_steps() == [0, 1]
         check(manager.restore(1, args=ocp.args.PyTreeRestore()))
+        assert (epath.Path(s3) / "1" / "empty").is_dir()  # nothing is in it but its marker
+        assert list((epath.Path(s3) / "1" / "empty").iterdir()) == []
         manager.delete(1)
+        assert not (epath.Path(s3) / "1" / "empty").exists()
         assert manager.all_steps() == [0]
     assert sorted(path.name for path in epath.Path(s3).iterdir()) == ["0"]
     (epath.Path(s3) / "0").rename(epath.Path(s3) / "7")

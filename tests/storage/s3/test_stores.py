@@ -10,8 +10,8 @@ import pytest
 from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
-from tests.support import s3_server
 from tests.support.s3_checkpoints import check, restore, save
+from tests.support.s3_proxy import FaultProxy
 
 ODD_NAMES = [
     "a b",
@@ -64,16 +64,22 @@ def test_five_thousand_objects_are_listed_and_deleted(s3: str, s3_port: int) -> 
     assert (s3_lib.s3_usage() - before).metadata_requests == 5 + 5 + 5 + 2  # list, list, delete, does it exist?
 
 
-def test_a_checkpoint_larger_than_a_part_of_an_upload_is_restored(s3: str) -> None:
+def test_a_checkpoint_larger_than_a_part_of_an_upload_is_restored(s3: str, proxy: FaultProxy) -> None:
+    """A large file of metadata is sent in parts; TensorStore sends a file with chunks of arrays in one request."""
     state = {"weights": np.random.default_rng(0).integers(0, 255, 24 << 20, np.uint8)}
+    text = {"text": "0123456789abcdef" * (20 << 16)}  # 20 MiB
     with ocp.CheckpointManager(s3) as manager:
-        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.save(0, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), text=ocp.args.JsonSave(text)))
         manager.wait_until_finished()
-        restored = manager.restore(0, args=ocp.args.PyTreeRestore())
-    assert np.asarray(restored["weights"]).tobytes() == state["weights"].tobytes()
+        uploads = [request.line for request in proxy.requests if "uploadId" in request.line]
+        assert len(uploads) == 4  # three parts, then the completion
+        assert all("/0/text/" in line for line in uploads)
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(), text=ocp.args.JsonRestore())
+        restored = manager.restore(0, args=args)
+    assert np.asarray(restored["state"]["weights"]).tobytes() == state["weights"].tobytes()
+    assert restored["text"] == text
 
 
-@pytest.mark.skipif(s3_server.STORE == "moto", reason="moto checks no credentials")
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("AWS_SECRET_ACCESS_KEY", "a-wrong-secret-key-of-the-tests"), ("AWS_ACCESS_KEY_ID", "AKIDNOBODYKNOWSIT")],

@@ -1,0 +1,115 @@
+"""The table of object stores, of which some are not tested in a run."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import s3_server
+from tools import markdown, releases, stores
+
+pytestmark = pytest.mark.once
+
+PASSED = {"tests.s3.test_stores::test_names_with_odd_characters": "passed", "tests.s3::test_503": "skipped"}
+FAILED = {"tests.s3.test_stores::test_names_with_odd_characters": "failed"}
+GCS = {"tests.multiprocess.test_gcs::test_four_processes_restore": "passed"}
+ODD = "names with odd characters"
+
+
+@pytest.fixture
+def page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A page of a run in which all stores were there."""
+    monkeypatch.setattr(releases, "ROOT", tmp_path)
+    monkeypatch.setattr(stores, "missing", lambda store: None)
+    monkeypatch.setattr(stores, "_test", lambda store: GCS if store == "gcs" else PASSED)
+    assert stores.main(["--write"]) == 0
+    return tmp_path / stores.PAGE.path
+
+
+def columns(page: pathlib.Path, kind: str) -> dict[str, str]:
+    head, *rows = markdown.tables_in(page.read_text())[0]
+    return dict(zip(head[1:], next(row[1:] for row in rows if row[0] == kind), strict=True))
+
+
+def test_the_page_has_a_column_for_each_store(page: pathlib.Path) -> None:
+    assert columns(page, ODD) == dict.fromkeys(stores.S3_STORES.values(), "1 of 1")
+    assert columns(page, "throttling") == dict.fromkeys(stores.S3_STORES.values(), "-")
+    assert markdown.tables_in(page.read_text())[1] == [["gs://", ""], ["four processes restore", "passed"]]
+
+
+def test_stores_that_are_missing_are_named_and_keep_their_results(
+    page: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = page.read_text()
+    monkeypatch.setattr(stores, "missing", lambda store: None if store == "rclone" else f"no {store} here")
+    monkeypatch.setattr(stores, "_test", lambda store: PASSED if store == "rclone" else pytest.fail("was tested"))
+    assert stores.main(["--write"]) == 0
+    assert page.read_text() == before
+    output = capsys.readouterr().out
+    for store in ("radosgw", "swift", "gcs"):
+        assert f"{store}: not tested: no {store} here\n" in output
+
+
+def test_nothing_is_written_if_all_are_missing(page: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.unlink()
+    monkeypatch.setattr(stores, "missing", lambda store: "nothing here")
+    assert stores.main(["--write"]) == 0
+    assert not page.exists()
+
+
+def test_only_the_columns_of_tested_stores_change(page: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_test", lambda store: FAILED)
+    assert stores.main(["--only", "swift", "--write"]) == 1
+    found = columns(page, ODD)
+    assert found.pop(stores.S3_STORES["swift"]) == "0 of 1"
+    assert set(found.values()) == {"1 of 1"}
+    assert len(markdown.tables_in(page.read_text())) == 2
+
+
+def test_a_store_that_does_not_end_fails_and_the_others_are_tested(
+    page: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tested = []
+
+    def test(store: str) -> stores.Outcomes:
+        tested.append(store)
+        if store == "radosgw":
+            raise subprocess.TimeoutExpired("pytest", 1800)
+        return PASSED
+
+    monkeypatch.setattr(stores, "_test", test)
+    assert stores.main(["--only", "radosgw", "swift", "--write"]) == 1
+    assert tested == ["radosgw", "swift"]
+    assert "radosgw: failed: Command 'pytest' timed out after 1800 seconds\n" in capsys.readouterr().out
+    assert set(columns(page, ODD).values()) == {"1 of 1"}
+
+
+def test_tests_that_do_not_end_are_killed_with_their_servers(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = tmp_path / "test_silent.py"
+    started = tmp_path / "started"
+    test.write_text(
+        "import pathlib, subprocess, time\n"
+        "def test_silent():\n"
+        "    server = subprocess.Popen(['sleep', '600'])\n"
+        f"    pathlib.Path({str(started)!r}).write_text(str(server.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    monkeypatch.setattr(stores, "S3_TESTS", (str(test), "-p", "no:cacheprovider"))
+    monkeypatch.setattr(stores, "_LIMIT", 15.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stores._test("rclone")
+    if sys.platform == "linux":
+        status = pathlib.Path(f"/proc/{started.read_text()}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_each_store_of_the_table_says_whether_it_is_missing() -> None:
+    assert stores.S3_STORES.keys() == s3_server.STORES.keys()
+    for store in (*stores.S3_STORES, "gcs"):
+        reason = stores.missing(store)
+        assert reason is None or "missing" in reason or "need" in reason
