@@ -217,6 +217,17 @@ def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Clus
     assert "weights (its digest is " in line
 
 
+def test_verify_compares_what_hosts_have_also_if_another_leaf_comes_from_storage(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    for host in (1, 2, 3):
+        write_wrong_digest(f"{root}/host{host}/1/state", "layer_0")
+    write_wrong_digest(f"{root}/persistent/1/default", "bias")
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"verify": True}):
+        assert result.error.startswith("RestoreFailedError")
+        assert "bias" in result.error
+
+
 def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluster, root: str) -> None:
     for host in (1, 2, 3):
         file_damage.truncate(f"{root}/host{host}/1")
@@ -256,6 +267,17 @@ def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
         assert "process 0" in error
         assert "the disk is gone" in error
     assert_exact([after for _, after in results])
+
+
+@pytest.mark.parametrize("strategy", ["direct", "auto"])
+def test_an_error_before_the_first_meeting_is_raised_by_all(
+    small_cluster: lab.Cluster, root: str, strategy: str
+) -> None:
+    fault, knobs = (2, "error while describing"), {"strategy": strategy, "stall_timeout": 5.0}
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=fault, knobs=knobs):
+        assert result.error.startswith("RestoreFailedError")
+        assert "process 2 (" in result.error
+        assert "OSError: no metadata here" in result.error
 
 
 def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:

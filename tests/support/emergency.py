@@ -130,6 +130,7 @@ def restore(
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "read error": fault_injection.read_error,
+    "error while describing": fault_injection.error_while_describing,
     "late": fault_injection.slow_reads,
     "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
 }
