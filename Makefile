@@ -56,8 +56,9 @@ test-long-oldest test-long-newest: test-long-%: .venv/%/.ready
 test-property: test-property-oldest test-property-newest ## the property tests with many new examples (EXAMPLES=300)
 
 test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
-	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
-		tests/multiprocess/test_property.py tests/multiprocess/test_job.py $(PYTEST_ARGS)
+	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest -m property --hypothesis-show-statistics \
+		tests/multiprocess/test_property.py tests/multiprocess/test_job.py \
+		tests/multiprocess/test_emergency.py $(PYTEST_ARGS)
 
 fuzz: fuzz-oldest fuzz-newest ## restores of randomly damaged checkpoints (DAMAGES=500, or SEED=17 for one of them)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ def test_a_report_comes_back_from_its_plain_data() -> None:
 
 def test_every_count_of_two_parts_is_added_up() -> None:
     counts = [field.name for field in dataclasses.fields(REPORT) if field.type == "int" and field.name != "process"]
-    both = dataclasses.replace(REPORT, **dict.fromkeys(counts, 2)).followed_by(
-        dataclasses.replace(REPORT, **dict.fromkeys(counts, 3)), 1
-    )
+    twos: dict[str, Any] = dict.fromkeys(counts, 2)
+    threes: dict[str, Any] = dict.fromkeys(counts, 3)
+    both = dataclasses.replace(REPORT, **twos).followed_by(dataclasses.replace(REPORT, **threes), 1)
     peaks = [name for name in counts if name.endswith("peak_bytes")]
     assert {name: getattr(both, name) for name in counts} == dict.fromkeys(counts, 5) | dict.fromkeys(peaks, 3)
 
