@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import cost_model, criteria, predictions, results, tables
+from bench import cost_model, criteria, emergency_results, predictions, results, tables
 from orbax_ext.upstream import defects
 from tests.faults import table as faults
 from tools import markdown
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
     """Returns each page with its parts."""
-    measured = results.load()
+    measured, emergency = results.load(), emergency_results.load()
     return [
         (DEFECTS, (defects.markdown_table(),)),
         (tables.page(measured.about), tables.parts(measured.results)),
@@ -47,6 +47,7 @@ def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
         (predictions.PAGE, (predictions.table(measured.results),)),
         (cost_model.PAGE, (cost_model.table(),)),
         (faults.PAGE, faults.parts(faults.load())),
+        *([(emergency_results.PAGE, tuple(emergency_results.parts(emergency)))] if emergency else []),
     ]
 
 
