@@ -100,8 +100,8 @@ bench-meetings: $(NEWEST)/.ready ## meetings of up to 1,000 clients of the coord
 bench-plan: $(NEWEST)/.ready ## plans for 671 billion parameters on up to 4,096 processes; writes bench/results/planning.md
 	$(NEWEST)/bin/python -m bench.planning --write
 
-bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md
-	$(NEWEST)/bin/python -m bench.emergency --write
+bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md (BENCH_ARGS='--only nobody')
+	$(NEWEST)/bin/python -m bench.emergency --write $(BENCH_ARGS)
 
 bench-first-step: $(NEWEST)/.ready ## restore, compile and first step, one after the other and overlapped; writes bench/results/first_step.md
 	$(NEWEST)/bin/python -m bench.first_step --write
