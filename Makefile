@@ -60,8 +60,9 @@ test-long-oldest test-long-newest: test-long-%: .venv/%/.ready
 test-property: test-property-oldest test-property-newest ## the property tests with many new examples (EXAMPLES=300)
 
 test-property-oldest test-property-newest: test-property-%: .venv/%/.ready
-	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest --hypothesis-show-statistics \
-		tests/multiprocess/test_property.py tests/multiprocess/test_job.py $(PYTEST_ARGS)
+	ORBAX_EXT_EXAMPLES=$(EXAMPLES) .venv/$*/bin/python -m pytest -m property --hypothesis-show-statistics \
+		tests/multiprocess/test_property.py tests/multiprocess/test_job.py \
+		tests/multiprocess/test_emergency.py $(PYTEST_ARGS)
 
 fuzz: fuzz-oldest fuzz-newest ## restores of randomly damaged checkpoints (DAMAGES=500, or SEED=17 for one of them)
 
@@ -116,8 +117,8 @@ bench-meetings: $(NEWEST)/.ready ## meetings of up to 1,000 clients of the coord
 bench-plan: $(NEWEST)/.ready ## plans for 671 billion parameters on up to 4,096 processes; writes bench/results/planning.md
 	$(NEWEST)/bin/python -m bench.planning --write
 
-bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md
-	$(NEWEST)/bin/python -m bench.emergency --write
+bench-emergency: $(NEWEST)/.ready ## restores of the emergency manager after the loss of hosts; writes bench/results/emergency.md (BENCH_ARGS='--only nobody')
+	$(NEWEST)/bin/python -m bench.emergency --write $(BENCH_ARGS)
 
 bench-first-step: $(NEWEST)/.ready ## restore, compile and first step, one after the other and overlapped; writes bench/results/first_step.md
 	$(NEWEST)/bin/python -m bench.first_step --write

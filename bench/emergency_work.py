@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import flags
-from jax.experimental import multihost_utils
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
 
@@ -22,6 +21,7 @@ import orbax_ext
 from bench import memory, work
 from bench.scenarios import Scenario
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
+from orbax_ext.upstream.runtime import coordination_client
 
 STEP = 1
 
@@ -57,7 +57,8 @@ def restore(scenario: Scenario, local: str, persistent: str, implementation: str
         else:
             manager = stack.enter_context(_manager(scenario, local, persistent))
             run = lambda: manager.restore(STEP).state  # noqa: E731
-        multihost_utils.sync_global_devices("bench")
+        # Not `sync_global_devices`: it runs a program, and the restore has to connect by itself.
+        coordination_client().wait_at_barrier("bench", timeout_in_ms=work.START_LIMIT * 1000)
         received_before = work.received_bytes()
         moments: list[Any] = []
 

@@ -27,7 +27,7 @@ from orbax_ext.options import Strategy
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 from orbax_ext.upstream.runtime import coordination_client
 
-_START_LIMIT = 120  # seconds for all processes to be ready
+START_LIMIT = 120  # seconds for all processes to be ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def restore(scenario: Scenario, path: str, strategy: str, url: str, started_file
         }
     with served_from(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         # Not `sync_global_devices`: it runs a program, and the first restore of a process has to connect by itself.
-        coordination_client().wait_at_barrier("bench", timeout_in_ms=_START_LIMIT * 1000)
+        coordination_client().wait_at_barrier("bench", timeout_in_ms=START_LIMIT * 1000)
         if jax.process_index() == 0:
             pathlib.Path(started_file).touch()
         received_before, idle_before = received_bytes(), network.idle_seconds()

@@ -28,7 +28,7 @@ from orbax_ext.plan.topology import describe, meshes_without
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
-from orbax_ext.request import Request, make_request
+from orbax_ext.request import Request, make_request, may_concern_all_processes
 from orbax_ext.storage import counters
 from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import while_storage_answers
@@ -96,7 +96,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
             taking().recorder = recorder
-            async with arrival.failing_together(self.options):
+            async with arrival.failing_together(self.options, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
                     request = await self._request(infos, args)
@@ -153,7 +153,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 arrays = pipeline.arrays()
             if self.options.verify:
                 with recorder.span("verify"):
-                    await verify(session, request, arrays, digests)
+                    await verify(session, request, dict(enumerate(arrays)), digests)
             await collect.collect(session, recorder)
         return arrays
 

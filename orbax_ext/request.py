@@ -60,6 +60,19 @@ class Request:
         return len(processes) > 1 and any(set(mesh.processes) == processes for mesh in self.mesh_infos)
 
 
+def may_concern_all_processes(args: Sequence[Any]) -> bool:
+    """Returns whether a leaf lies on all processes, or may do so because its sharding has to be looked up."""
+    processes = set(range(jax.process_count()))
+    try:
+        shardings = [_given_sharding(arg) for arg in args]
+    except Exception:  # it is what the restore fails with
+        return True
+    meshes = {sharding.mesh for sharding in shardings if isinstance(getattr(sharding, "mesh", None), Mesh)}
+    return None in shardings or any(
+        {device.process_index for device in mesh.devices.flat} == processes for mesh in meshes
+    )
+
+
 async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Request:
     """Returns the request for these leaves.
 

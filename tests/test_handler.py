@@ -1,10 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 
+import jax
+import numpy as np
 import pytest
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import type_handlers
 
 from orbax_ext import errors, handler
+from orbax_ext.meeting import arrival
+from orbax_ext.options import Strategy
 from orbax_ext.storage import counters
 
 pytestmark = pytest.mark.once
@@ -40,3 +48,20 @@ def test_a_restore_waits_for_one_that_reads(
         return await restore(0.1)
 
     assert asyncio.run(wait()) == "restored"
+
+
+@pytest.mark.parametrize("strategy", ["direct", "auto"])
+def test_an_error_in_a_restore_onto_own_devices_does_not_wait_for_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, strategy: Strategy
+) -> None:
+    async def fail(*args: object) -> None:
+        raise OSError("no metadata here")
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(arrival, "open_session", lambda *args: pytest.fail("it meets the other process"))
+    monkeypatch.setattr(handler.BroadcastArrayHandler, "_request", fail)
+    sharding = NamedSharding(Mesh(np.array(jax.local_devices()[:1]), ("mine",)), PartitionSpec())
+    args = type_handlers.ArrayRestoreArgs(sharding=sharding, global_shape=(2,), dtype=np.int32)
+    info = type_handlers.ParamInfo(name="x", parent_dir=epath.Path(tmp_path))
+    with pytest.raises(OSError, match="no metadata here"):
+        asyncio.run(handler.BroadcastArrayHandler(strategy=strategy).deserialize([info], [args]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import cost_model, criteria, plots, predictions, results, tables
+from bench import cost_model, criteria, emergency_results, plots, predictions, results, tables
 from orbax_ext.upstream import defects
 from tests.faults import table as faults
 from tools import markdown, releases
@@ -53,7 +53,7 @@ def _draw() -> None:
 
 def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
     """Returns each page with its parts."""
-    measured = results.load()
+    measured, emergency = results.load(), emergency_results.load()
     return [
         (DEFECTS, (defects.markdown_table(),)),
         (tables.page(measured.about), tables.parts(measured.results)),
@@ -61,6 +61,7 @@ def pages() -> list[tuple[markdown.Page, tuple[str, ...]]]:
         (predictions.PAGE, (predictions.table(measured.results),)),
         (cost_model.PAGE, (cost_model.table(),)),
         (faults.PAGE, faults.parts(faults.load())),
+        *([(emergency_results.PAGE, tuple(emergency_results.parts(emergency)))] if emergency else []),
     ]
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,16 +29,17 @@ _LONGEST_TREE = 48_000  # characters of process 0's tree that are sent to the ot
 
 
 @contextlib.asynccontextmanager
-async def failing_together(options: Options) -> AsyncIterator[None]:
+async def failing_together(options: Options, all_meet: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
     """Raises an error of one process on all processes.
 
-    An error that is the same on all of them is raised unchanged, for example as the `ValueError` that it is.
+    An error that is the same on all of them is raised unchanged, for example as the `ValueError` that it is. After an
+    error, `all_meet` returns whether the other processes may be waiting at a meeting.
     """
     loop = asyncio.get_running_loop()
     try:
         yield
     except Exception as error:
-        if jax.process_count() == 1 or options.strategy == "direct" or loop.is_closed():
+        if jax.process_count() == 1 or loop.is_closed() or not all_meet():
             raise  # in a closed loop it is an error of cleaning up, perhaps in the middle of a later restore
         with open_session("restore", Limits(options.stall_timeout, options.timeout)) as session:
             try:

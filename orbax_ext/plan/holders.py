@@ -80,7 +80,7 @@ class Columns:
     def _held(self, needed: Collection[int], leaf: Leaf, stored: StoredChunks) -> set[int]:
         if stored.shape != leaf.shape:
             return set()
-        if stored.chunk == leaf.block:
+        if stored.chunk == leaf.block:  # otherwise blocks for other devices, made of several chunks, are not looked for
             return {self.column_of[chunk] for chunk in stored.present if chunk in self.column_of}
         return {column for column in needed if covered(self.blocks[column], leaf.block, stored)}
 

@@ -85,4 +85,4 @@ _LATER = ("bytes_unused", "bytes_again")  # older reports do not have these
 _COUNTS = [
     field.name for field in dataclasses.fields(ProcessReport) if field.type == "int" and field.name not in _LATER
 ]
-_SUMS = ("spans_left_out", "bytes_read", "bytes_unused", "requests", "bytes_received", "bytes_sent")
+_SUMS = ("spans_left_out", "bytes_read", "bytes_unused", "bytes_again", "requests", "bytes_received", "bytes_sent")

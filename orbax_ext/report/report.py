@@ -13,6 +13,7 @@ from orbax_ext.report.take_over import TakeOver
 
 FORMAT = 1  # of the JSON
 _MOST_TAKE_OVERS = 8  # that are listed
+_EXTRA = ("bytes_unused", "bytes_again")  # of a process: read although the state does not need them
 _MOST_MISSING = 16  # processes without a report that are listed
 
 _last: RestoreReport | None = None
@@ -82,7 +83,9 @@ class RestoreReport:
             leaves=max(self.leaves, later.leaves),
             groups=self.groups + later.groups,
             strategy={**self.strategy, **strategy},
+            take_overs=(*self.take_overs, *(one.moved(self.groups) for one in later.take_overs)),
             error=self.error or later.error,
+            through_orbax=sorted({*self.through_orbax, *later.through_orbax}),
         )
 
     def to_json(self) -> str:
@@ -139,6 +142,12 @@ class RestoreReport:
         if self.missing:
             missing = text_lib.listing(self.missing, _MOST_MISSING)
             lines.append(f"no report from {text_lib.count(len(self.missing), 'process')}: {missing}")
+        unused, again = (sum(getattr(member, name) for member in self.members.values()) for name in _EXTRA)
+        if unused or again:
+            shown = {"for exchanges that were not held": unused, "in place of others or to measure storage": again}
+            lines.append(
+                "also read: " + ", ".join(f"{text_lib.size(size)} {why}" for why, size in shown.items() if size)
+            )
         if self.through_orbax:
             named = text_lib.listing(self.through_orbax)
             lines.append(f"read through Orbax: {text_lib.count(len(self.through_orbax), 'leaf')}: {named}")

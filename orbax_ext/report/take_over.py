@@ -18,6 +18,10 @@ class TakeOver:
     host: str
     why: str  # "late", or the error
 
+    def moved(self, groups: int) -> TakeOver:
+        """Returns the same, after `groups` groups of an earlier part of the restore."""
+        return dataclasses.replace(self, group=self.group + groups)
+
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 

@@ -104,15 +104,16 @@ def _on_host(data: jax.Array) -> np.ndarray:
     return np.asarray(data)
 
 
-async def verify(session: Session, request: Request, arrays: Sequence[Any], found: Digests) -> None:
+async def verify(session: Session, request: Request, arrays: Mapping[int, Any], found: Digests) -> None:
     """Raises the same `RestoreFailedError` on all processes if replicas differ, or differ from what is stored.
 
-    `found` may have been given some of the arrays before; all others are given to it here.
+    `arrays` are given by the index of their leaf, and are of the same leaves on all processes. `found` may have been
+    given some of them before; all others are given to it here.
     """
     leaves, meshes = request.leaves, request.mesh_infos
-    chosen = {index: arrays[index] for index, leaf in enumerate(leaves) if leaf.mesh is not None}
-    if len(chosen) < len(leaves):
-        logging.info("orbax_ext: verify: %d leaves have no mesh and are not compared", len(leaves) - len(chosen))
+    chosen = {index: arrays[index] for index in sorted(arrays) if leaves[index].mesh is not None}
+    if len(chosen) < len(arrays):
+        logging.info("orbax_ext: verify: %d leaves have no mesh and are not compared", len(arrays) - len(chosen))
     found.begin(chosen)
     (version, stored), table = await session.together(
         "verify", both(in_thread(_stored, request, chosen), found.table())
@@ -137,9 +138,10 @@ async def verify(session: Session, request: Request, arrays: Sequence[Any], foun
 async def verify_alone(limits: Limits, request: Request, arrays: Sequence[Any]) -> None:
     """Does the same for a restore without a session, in which every process has read what it needs."""
     with open_session("verify", limits) as session, Digests(session, request) as found:
-        found.begin(dict(enumerate(arrays)))
+        by_leaf = dict(enumerate(arrays))
+        found.begin(by_leaf)
         await in_thread(session.arrive, {})
-        await verify(session, request, arrays, found)
+        await verify(session, request, by_leaf, found)
 
 
 def _stored(request: Request, chosen: Iterable[int]) -> tuple[int, dict[int, int]]:

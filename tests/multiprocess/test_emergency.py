@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -16,28 +14,28 @@ from hypothesis import strategies as st
 from orbax_ext import lab
 from orbax_ext.storage.checkpoint import digest_files
 from tests.support import emergency, file_damage, states
-from tests.support.emergency import EVERY_DTYPE, ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, Restored
+from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, assert_exact, lose
 
 EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Step 1 in both tiers, of a mesh with replicas of one host and of a mesh with replicas of two."""
-    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts", "every dtype")}
+    """Step 1 in both tiers, of a mesh with replicas of one host and of a mesh with replicas of two.
+
+    "two steps" has steps 2 and 3 of a mesh with replicas of two hosts, of which only step 2 is in persistent storage.
+    """
+    # Stock Orbax's barriers for saving can't be used by two different sets of processes in one job.
+    roots = {name: str(tmp_path_factory.mktemp("emergency")) for name in ("one host", "two hosts", "two steps")}
     with lab.Cluster(processes=4, devices=2) as running:
         running.run(emergency.save, roots["one host"], STATE, ONE_HOST)
-        running.run(emergency.save, roots["every dtype"], EVERY_DTYPE, ONE_HOST)
-    _save(roots["two hosts"], TWO_HOSTS)
-    # The same step once more, so that the hosts of the primary replica have it, too.
-    _save(roots["two hosts"], SWAPPED_REPLICAS, persistent="other")
-    return roots
-
-
-def _save(root: str, mesh: states.MeshSpec, **knobs: Any) -> None:
-    # Stock Orbax's barriers for saving can't be used by two different sets of processes in one job.
     with lab.Cluster(processes=4, devices=2) as running:
-        running.run(emergency.save, root, STATE, mesh, **knobs)
+        running.run(emergency.save, roots["two hosts"], STATE, TWO_HOSTS)
+        running.run(emergency.save, roots["two steps"], STATE, TWO_HOSTS, steps=(2, 3), persistent_every=2)
+    # The same step once more, so that the hosts of the primary replica have it, too.
+    with lab.Cluster(processes=4, devices=2) as running:
+        running.run(emergency.save, roots["two hosts"], STATE, SWAPPED_REPLICAS, persistent="other")
+    return roots
 
 
 @pytest.fixture
@@ -52,19 +50,6 @@ def wide_root(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
     """Steps of replicas of two hosts; all four hosts have it."""
     shutil.copytree(saved["two hosts"], tmp_path / "root")
     return str(tmp_path / "root")
-
-
-def lose(root: str, *places: Any) -> None:
-    """Removes the steps of hosts, by number, or of "persistent" storage."""
-    for place in places:
-        directory = pathlib.Path(root) / (place if isinstance(place, str) else f"host{place}")
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
-
-
-def assert_exact(results: Sequence[Restored]) -> None:
-    assert [result.error for result in results] == [""] * len(results)
-    assert states.all_differences([result.differences for result in results]) == []
 
 
 def test_stock_fails_under_set_mesh(small_cluster: lab.Cluster, root: str) -> None:
@@ -99,16 +84,6 @@ def test_ours_is_exact_after_the_loss_of(
     assert sources == {"local: from the hosts that have it" if len(lost) < 3 else "storage: no host has it"}
 
 
-@pytest.mark.parametrize("lost", [(), (2, 3)], ids=["moved", "summed"])
-def test_every_dtype_is_exact(
-    small_cluster: lab.Cluster, saved: dict[str, str], tmp_path: pathlib.Path, lost: tuple[int, ...]
-) -> None:
-    root = str(tmp_path / "root")
-    shutil.copytree(saved["every dtype"], root)
-    lose(root, *lost, "persistent")
-    assert_exact(small_cluster.run(emergency.restore, root, EVERY_DTYPE, ONE_HOST))
-
-
 @pytest.mark.parametrize("context", ["none", "set_mesh"])
 def test_a_manager_made_before_register_is_served(small_cluster: lab.Cluster, root: str, context: str) -> None:
     lose(root, 2, "persistent")
@@ -138,12 +113,6 @@ def test_verify_compares_with_the_digests_of_the_persistent_step(small_cluster: 
         assert "bias" in result.error
 
 
-def test_memory_kinds_and_explicit_axes_are_kept(small_cluster: lab.Cluster, root: str) -> None:
-    mesh = dataclasses.replace(ONE_HOST, types=("auto", "explicit"))
-    wanted = {name: dataclasses.replace(spec, memory_kind="pinned_host") for name, spec in STATE.items()}
-    assert_exact(small_cluster.run(emergency.restore, root, wanted, mesh, context="set_mesh"))
-
-
 @pytest.mark.parametrize("lost", [(0, 1, 2), (1, 2), (2,)])
 def test_hosts_that_complement_each_other_need_no_storage(
     small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...]
@@ -160,6 +129,55 @@ def test_stock_reads_storage_although_the_hosts_have_the_step(small_cluster: lab
     lose(wide_root, 1, 2)
     for result in small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS, implementation="stock"):
         assert "restoring step=1 from persistent checkpoint" in "".join(result.lines)
+
+
+def test_nothing_travels_if_every_host_has_the_step(small_cluster: lab.Cluster, wide_root: str) -> None:
+    lose(wide_root, "persistent")
+    results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
+    assert_exact(results)
+    assert results[0].strategy == dict.fromkeys(STATE, "local: every host has it")
+    assert [(result.received, result.collectives) for result in results] == [(0, 0)] * 4
+    lose(wide_root, 1)
+    results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
+    assert_exact(results)
+    assert results[1].received > 0
+    assert results[1].collectives > 0
+
+
+@pytest.fixture
+def half_a_step(saved: dict[str, str], tmp_path: pathlib.Path) -> str:
+    """Step 2 in persistent storage, and of step 3 the half that host 2 had."""
+    root = tmp_path / "root"
+    shutil.copytree(saved["two steps"], root)
+    assert [path.name for path in (root / "persistent").iterdir() if path.name.isdigit()] == ["2"]
+    shutil.rmtree(root / "host2" / "2")
+    lose(str(root), 3)
+    return str(root)
+
+
+@pytest.mark.parametrize("implementation", ["stock", "ours"])
+def test_the_manager_chooses_an_older_step_if_the_newest_is_not_complete(
+    small_cluster: lab.Cluster, half_a_step: str, implementation: str
+) -> None:
+    results = small_cluster.run(
+        emergency.restore, half_a_step, STATE, TWO_HOSTS, None, implementation=implementation, expected=2
+    )
+    assert [result.error for result in results] == [""] * 4
+    assert all("Restoring at step 2." in result.lines for result in results)
+    if implementation == "ours":
+        assert_exact(results)
+    else:
+        assert "step: bytes" not in results[0].differences  # other leaves are changed by stock's sum
+
+
+def test_a_program_can_restore_an_older_step_after_one_that_is_not_complete(
+    small_cluster: lab.Cluster, half_a_step: str
+) -> None:
+    results = small_cluster.run(emergency.restore_older, half_a_step, STATE, TWO_HOSTS, 3, 2)
+    assert len({error for error, _ in results}) == 1
+    assert results[0][0].startswith("FileNotFoundError: No steps found in either local or persistent storage")
+    assert "step 3" in results[0][0]
+    assert states.all_differences([differences for _, differences in results]) == []
 
 
 @pytest.mark.parametrize("lost", [(), (0, 1), (0, 1, 3)])
@@ -180,13 +198,9 @@ def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
 
 
-def truncate_largest(path: str) -> None:
-    """Damages the data of some leaves, and not the tree of keys that leads to all of them."""
-    largest = max(file_damage.data_files(path), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-
-
-@pytest.mark.parametrize("damage", [truncate_largest, file_damage.truncate, file_damage.corrupt, file_damage.remove])
+@pytest.mark.parametrize(
+    "damage", [file_damage.truncate_largest, file_damage.truncate, file_damage.corrupt, file_damage.remove]
+)
 def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, damage: Any) -> None:
     damage(f"{root}/host1/1")
     lose(root, "persistent")
@@ -200,21 +214,25 @@ def test_a_damaged_host_is_no_reader(small_cluster: lab.Cluster, root: str, dama
     ]
 
 
-def write_wrong_digest(state: str, leaf: str) -> None:
-    records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
-    assert set(records) == set(STATE)
-    records[leaf]["digest"] = "0" * 16
-    digest_files.write(state, records)
-
-
 def test_a_leaf_that_differs_from_its_digest_is_not_sent(small_cluster: lab.Cluster, root: str) -> None:
-    write_wrong_digest(f"{root}/host1/1/state", "weights")
+    emergency.write_wrong_digest(f"{root}/host1/1/state", "weights")
     lose(root, "persistent")
     results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
     assert_exact(results)
     (line,) = [line for line in results[1].lines if "can't be read; other hosts or storage" in line]
     assert "1 leaf" in line
     assert "weights (its digest is " in line
+
+
+def test_verify_compares_what_hosts_have_also_if_another_leaf_comes_from_storage(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    for host in (1, 2, 3):
+        emergency.write_wrong_digest(f"{root}/host{host}/1/state", "layer_0")
+    emergency.write_wrong_digest(f"{root}/persistent/1/default", "bias")
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"verify": True}):
+        assert result.error.startswith("RestoreFailedError")
+        assert "bias" in result.error
 
 
 def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluster, root: str) -> None:
@@ -225,7 +243,7 @@ def test_storage_replaces_what_is_damaged_on_all_hosts(small_cluster: lab.Cluste
 
 def test_one_report_is_about_hosts_and_storage(small_cluster: lab.Cluster, root: str) -> None:
     for host in (1, 2, 3):
-        write_wrong_digest(f"{root}/host{host}/1/state", "layer_0")
+        emergency.write_wrong_digest(f"{root}/host{host}/1/state", "layer_0")
     results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
     assert_exact(results)
     strategy = dict(results[0].strategy)
@@ -258,6 +276,17 @@ def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
     assert_exact([after for _, after in results])
 
 
+@pytest.mark.parametrize("strategy", ["direct", "auto"])
+def test_an_error_before_the_first_meeting_is_raised_by_all(
+    small_cluster: lab.Cluster, root: str, strategy: str
+) -> None:
+    fault, knobs = (2, "error while describing"), {"strategy": strategy, "stall_timeout": 5.0}
+    for result in small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=fault, knobs=knobs):
+        assert result.error.startswith("RestoreFailedError")
+        assert "process 2 (" in result.error
+        assert "OSError: no metadata here" in result.error
+
+
 def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(1, "late")))
 
@@ -274,6 +303,7 @@ def test_a_killed_reader_is_named_by_all_others(root: str) -> None:
             assert "process 2" in outcome.value.error
 
 
+@pytest.mark.property
 @hypothesis.settings(
     max_examples=EXAMPLES or 12,
     derandomize=not EXAMPLES,

@@ -209,6 +209,7 @@ def pair() -> Iterator[lab.Cluster]:
         yield running
 
 
+@pytest.mark.property
 def test_any_job_gets_back_the_step_that_it_must(pair: lab.Cluster, tmp_path: pathlib.Path) -> None:
     settings = hypothesis.settings(
         max_examples=EXAMPLES or 5,

@@ -116,6 +116,7 @@ def _parts(mesh: MeshRecipe, axes: tuple[str, ...]) -> int:
 _numbers = itertools.count()
 
 
+@pytest.mark.property
 @hypothesis.settings(
     max_examples=EXAMPLES or 25,
     derandomize=not EXAMPLES,

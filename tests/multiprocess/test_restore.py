@@ -58,6 +58,16 @@ def test_a_read_error_of_one_process_is_raised_by_all_and_names_it_if_readers_ar
         assert "OSError: the disk is gone" in str(outcome)
 
 
+@pytest.mark.parametrize("strategy", ["direct", "auto"])
+def test_an_error_before_the_first_meeting_is_raised_by_all_and_names_its_process(
+    cluster: lab.Cluster, saved: str, strategy: str
+) -> None:
+    knobs = {"strategy": strategy, "stall_timeout": 5.0}
+    for outcome in cluster.outcomes(restore_with_bad_metadata, saved, 2, knobs):
+        assert "RestoreFailedError: restore failed on 1 process:\n  process 2 (" in str(outcome)
+        assert "OSError: no metadata here" in str(outcome)
+
+
 GEOMETRIES = {
     "replica axis first": (MeshSpec((4, 8), ("dp", "tp")), "dp"),
     "replica axis in the middle": (MeshSpec((2, 4, 4), ("pp", "dp", "tp")), "dp"),
@@ -148,6 +158,11 @@ def test_arrays_that_the_caller_drops_are_freed_at_once(cluster: lab.Cluster, sa
 
 def restore_with_a_bad_disk(path: str, rank: int, knobs: dict[str, object]) -> None:
     with fault_injection.on(rank, fault_injection.read_error):
+        states.restore(path, states.STATE, knobs=knobs)
+
+
+def restore_with_bad_metadata(path: str, rank: int, knobs: dict[str, object]) -> None:
+    with fault_injection.on(rank, fault_injection.error_while_describing):
         states.restore(path, states.STATE, knobs=knobs)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,15 @@ def test_a_report_comes_back_from_its_plain_data() -> None:
     report = reports.make_report(2).members[1]
     data = json.loads(json.dumps(report.to_dict()))
     assert ProcessReport.from_dict(data).to_dict() == data
+
+
+def test_every_count_of_two_parts_is_added_up() -> None:
+    counts = [field.name for field in dataclasses.fields(REPORT) if field.type == "int" and field.name != "process"]
+    twos: dict[str, Any] = dict.fromkeys(counts, 2)
+    threes: dict[str, Any] = dict.fromkeys(counts, 3)
+    both = dataclasses.replace(REPORT, **twos).followed_by(dataclasses.replace(REPORT, **threes), 1)
+    peaks = [name for name in counts if name.endswith("peak_bytes")]
+    assert {name: getattr(both, name) for name in counts} == dict.fromkeys(counts, 5) | dict.fromkeys(peaks, 3)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from orbax_ext.report.report import RestoreReport
+from orbax_ext.report.take_over import TakeOver
 from tests.support import reports
 
 
@@ -66,6 +67,18 @@ def test_two_parts_of_a_restore_make_one_report() -> None:
     assert RestoreReport.from_json(both.to_json()).to_json() == both.to_json()
 
 
+def test_what_others_read_in_either_part_of_a_restore_is_in_its_report() -> None:
+    first = dataclasses.replace(
+        reports.make_report(2, groups=3), take_overs=(TakeOver(2, 1, "a", "late"),), through_orbax=["x", "y"]
+    )
+    later = dataclasses.replace(
+        reports.make_report(2), take_overs=(TakeOver(0, 1, "a", "OSError: x"),), through_orbax=["z", "y"]
+    )
+    both = first.followed_by(later)
+    assert both.take_overs == (TakeOver(2, 1, "a", "late"), TakeOver(3, 1, "a", "OSError: x"))
+    assert both.through_orbax == ["x", "y", "z"]
+
+
 def test_the_headline_of_one_process_says_which() -> None:
     report = reports.make_report(3)
     own = dataclasses.replace(report, process=1, members={1: report.members[1]}, leaves=1, groups=1, strategy={})
@@ -90,6 +103,20 @@ def test_a_list_of_missing_processes_is_short() -> None:
     report = reports.make_report(40)
     alone = dataclasses.replace(report, members={0: report.members[0]})
     assert str(alone).endswith("no report from 39 processes: " + ", ".join(map(str, range(1, 17))) + " and 23 more")
+
+
+def test_bytes_that_the_state_did_not_need_have_a_line() -> None:
+    report = reports.make_report(3)
+    assert "also read" not in str(report)
+    members = {
+        process: dataclasses.replace(member, bytes_again=1_000_000) for process, member in report.members.items()
+    }
+    again = dataclasses.replace(report, members=members)
+    assert str(again).endswith("\nalso read: 3.0 MB in place of others or to measure storage")
+    members[1] = dataclasses.replace(members[1], bytes_unused=5_000)
+    assert str(dataclasses.replace(report, members=members)).endswith(
+        "\nalso read: 5.0 kB for exchanges that were not held, 3.0 MB in place of others or to measure storage"
+    )
 
 
 @pytest.mark.once

@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pathlib
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,6 +23,8 @@ from orbax.checkpoint.experimental.emergency import checkpoint_manager as emerge
 
 import orbax_ext
 from orbax_ext.report.report import publish
+from orbax_ext.storage.checkpoint import digest_files
+from orbax_ext.transfer.collectives import Exchange
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
@@ -63,6 +68,8 @@ class Restored:
     error: str = ""  # type and message
     lines: tuple[str, ...] = ()  # that were logged
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    received: int = 0  # bytes from other processes, by the report
+    collectives: int = 0  # that this process has entered
 
 
 def save(
@@ -74,14 +81,18 @@ def save(
     persistent_every: int = 1,
     persistent: str = "persistent",
 ) -> None:
-    """Saves steps: the primary replica to persistent storage, all others each to the directory of their host."""
+    """Saves steps: the primary replica to persistent storage, all others each to the directory of their host.
+
+    No two steps have the same bytes.
+    """
     made = mesh.make()
     with (
         wide_types(specs),
         manager(root, specs, made, persistent_every=persistent_every, persistent=persistent) as running,
     ):
         for step in steps:
-            running.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(states.make_state(specs, made))))
+            state = states.make_state(specs, made, _first_seed(step))
+            running.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
         running.wait_until_finished()
 
 
@@ -97,16 +108,18 @@ def restore(
     fault: tuple[int, str] = (0, "none"),
     times: int = 1,
     manager_first: bool = False,
+    expected: int | None = None,
 ) -> Restored:
     """Restores a step through a manager that is made in the caller's mesh scope; returns what differs.
 
-    `fault` is a process and one of `FAULTS`; `manager_first` makes the manager before orbax_ext is registered.
+    Step None leaves the choice to the manager: then it is compared with the step `expected`. `fault` is a process and
+    one of `FAULTS`; `manager_first` makes the manager before orbax_ext is registered.
     """
     made = mesh.make()
     publish(None)
     registered = orbax_ext.registered(**{"progress": False, "stall_timeout": 20.0, **(knobs or {})})
     with wide_types(specs):
-        with contextlib.ExitStack() as stack, states.logged() as lines:
+        with contextlib.ExitStack() as stack, states.logged() as lines, counted_collectives() as collectives:
             try:
                 if not manager_first:
                     stack.enter_context(states.in_context(context, made))
@@ -123,22 +136,81 @@ def restore(
             except Exception as error:
                 return Restored([], f"{type(error).__name__}: {error}", tuple(lines))
         report = orbax_ext.last_report()
-        different = states.differences(restored, specs, made)
-    return Restored(different, "", tuple(lines), report.strategy if report else {})
+        different = states.differences(restored, specs, made, _first_seed(expected or step or 1))
+    if report is None:
+        return Restored(different, "", tuple(lines))
+    return Restored(different, "", tuple(lines), report.strategy, report.own.bytes_received, len(collectives))
+
+
+def _first_seed(step: int) -> int:
+    return 1000 * (step - 1)
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[str]]:
+    """Collects the names of the functions through which this process enters collectives of orbax_ext."""
+    entered: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(Exchange, name)
+
+        def entering(*args: Any, **kwargs: Any) -> Any:
+            entered.append(name)
+            return original(*args, **kwargs)
+
+        return entering
+
+    with contextlib.ExitStack() as stack:
+        for name in ("_start", "connect_moves"):
+            stack.enter_context(mock.patch.object(Exchange, name, counting(name)))
+        yield entered
+
+
+def restore_older(root: str, specs: Mapping[str, Spec], mesh: MeshSpec, step: int, older: int) -> tuple[str, list[str]]:
+    """Restores a step that is complete nowhere, then an older one; returns the error and what differs."""
+    made, error = mesh.make(), ""
+    with orbax_ext.registered(progress=False, stall_timeout=20.0), manager(root, specs, made) as running:
+        try:
+            running.restore(step)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        return error, states.differences(running.restore(older).state, specs, made, _first_seed(older))
 
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "read error": fault_injection.read_error,
+    "error while describing": fault_injection.error_while_describing,
     "late": fault_injection.slow_reads,
     "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
 }
+
+
+def lose(root: str, *places: Any) -> None:
+    """Removes the steps of hosts, by number, or of "persistent" storage."""
+    for place in places:
+        directory = pathlib.Path(root) / (place if isinstance(place, str) else f"host{place}")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+
+
+def assert_exact(results: Sequence[Restored]) -> None:
+    assert [result.error for result in results] == [""] * len(results)
+    assert states.all_differences([result.differences for result in results]) == []
 
 
 def restore_after_failure(root: str, specs: Mapping[str, Spec], mesh: MeshSpec) -> tuple[str, Restored]:
     """Returns the error of a restore in which process 0 can't read from storage, and the restore after it."""
     failed = restore(root, specs, mesh, fault=(0, "read error"), knobs={"strict_readers": True})
     return failed.error, restore(root, specs, mesh)
+
+
+def write_wrong_digest(state: str, leaf: str) -> None:
+    """Writes digests beside a checkpoint of `STATE`, a wrong one for `leaf`."""
+    records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}
+    assert set(records) == set(STATE)
+    records[leaf]["digest"] = "0" * 16
+    digest_files.write(state, records)
 
 
 @contextlib.contextmanager

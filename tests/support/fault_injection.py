@@ -18,6 +18,7 @@ import numpy as np
 from orbax.checkpoint._src.multihost import multislice
 from orbax.checkpoint._src.serialization import serialization
 
+from orbax_ext import request
 from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
 from orbax_ext.transfer.executor import Executor
@@ -73,6 +74,15 @@ def read_error(error: Exception | None = None) -> contextlib.AbstractContextMana
         raise error or OSError("the disk is gone")
 
     return before_each_read(fail)
+
+
+def error_while_describing() -> contextlib.AbstractContextManager[Any]:
+    """Has the process fail before it meets the others, while it describes the leaves that are asked for."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no metadata here")
+
+    return mock.patch.object(request, "_leaf_request", fail)
 
 
 def slow_reads(seconds: float = SLOW, begun: pathlib.Path | None = None) -> contextlib.AbstractContextManager[None]:

@@ -23,6 +23,12 @@ def truncate(path: str) -> None:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def truncate_largest(path: str) -> None:
+    """Damages the data of some leaves, and not the tree of keys that leads to all of them."""
+    largest = max(data_files(path), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
 def remove(path: str) -> None:
     for file in data_files(path):
         file.unlink()

@@ -69,9 +69,12 @@ STATE = {
 }
 
 
-def host_data(specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Returns random bytes for each leaf, the same on every process. NaN payloads, -0.0 and denormals all occur."""
-    return {name: random_array(index, spec) for index, (name, spec) in enumerate(sorted(specs.items()))}
+def host_data(specs: Mapping[str, Spec], first: int = 0) -> dict[str, np.ndarray]:
+    """Returns random bytes for each leaf, the same on every process. NaN payloads, -0.0 and denormals all occur.
+
+    `first` is the seed of the first leaf.
+    """
+    return {name: random_array(seed, spec) for seed, (name, spec) in enumerate(sorted(specs.items()), first)}
 
 
 def random_array(seed: int, spec: Spec) -> np.ndarray:
@@ -98,8 +101,8 @@ def shardings(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, NamedSharding]
     }
 
 
-def make_state(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, jax.Array]:
-    sharding_of, data = shardings(specs, mesh), host_data(specs)
+def make_state(specs: Mapping[str, Spec], mesh: Mesh, first: int = 0) -> dict[str, jax.Array]:
+    sharding_of, data = shardings(specs, mesh), host_data(specs, first)
     return {
         name: jax.make_array_from_callback(spec.shape, sharding_of[name], lambda index, name=name: data[name][index])
         for name, spec in specs.items()
@@ -114,10 +117,10 @@ def abstract_state(specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, jax.Shape
     }
 
 
-def differences(restored: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) -> list[str]:
+def differences(restored: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh, first: int = 0) -> list[str]:
     """Returns where arrays differ from the request: bytes, dtype, sharding, spec, memory kind, axis types."""
     texts = []
-    sharding_of, data = shardings(specs, mesh), host_data(specs)
+    sharding_of, data = shardings(specs, mesh), host_data(specs, first)
     for name, spec in specs.items():
         array, sharding = restored[name], sharding_of[name]
         if array.dtype != jnp.dtype(spec.dtype):
