@@ -82,7 +82,6 @@ class ReadAhead(Generic[R]):
             abandon(self._tasks.pop(later))
         self.begun = min(self.begun, number)
         self.upto = min(self.upto, number)
-        self._go_on()
 
     def _go_on(self) -> None:
         while self.begun < self.upto and len(self.under_way) < self._at_a_time:

@@ -168,8 +168,9 @@ class Reads:
         return contributions
 
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
-        with self._recorder.span("read directly", group=number):
-            arrays = await self._executor.read_whole(self._course.as_planned(number))
+        group = self._course.as_planned(number)
+        with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group)):
+            arrays = await self._executor.read_whole(group)
         self._arrived(arrays)
         return arrays
 
