@@ -93,11 +93,11 @@ def decide(course: Course, shares: dict[int, Share], boundary: int) -> tuple[lis
         return None
     course.deal(shares)
     moved = [] if course.catching_up else course.move_boundary(boundary)
-    if not course.groups_left:
+    ends = course.ends
+    if ends.front == ends.back:
         return moved, None
-    number = course.order[course.ends.front]
     course.next()
-    return moved, number
+    return moved, course.order[ends.front]
 
 
 @settings(max_examples=200, deadline=None)
