@@ -87,7 +87,8 @@ class Options:
         for name in DEPRECATED:
             if getattr(self, name) is not None:
                 message = f"{name} has no effect any more: `auto` needs no rates. It will be refused from 0.3.0 on."
-                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                # Python shows a DeprecationWarning only where the program itself calls, and here a dataclass does.
+                warnings.warn(message, FutureWarning, stacklevel=2)
         if self.stall_timeout <= 0:
             raise ValueError(f"stall_timeout must be a positive number of seconds; found {self.stall_timeout}.")
         if self.timeout is not None and self.timeout <= 0:

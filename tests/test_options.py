@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_ext
-from orbax_ext.options import Knobs, Options
+from orbax_ext.options import DEPRECATED, Knobs, Options
 from orbax_ext.registration import PyTreeKnobs
 from orbax_ext.upstream.array_handler import ArrayHandlerArguments, PyTreeHandlerArguments
 
@@ -55,6 +55,13 @@ def test_a_wrong_value_is_refused_with_what_was_found(knobs: dict[str, Any], mes
 )
 def test_the_replica_axis_may_be_given_in_several_ways(knobs: dict[str, Any], axes: tuple[Any, ...] | None) -> None:
     assert Options(**knobs).axes == axes
+
+
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_a_program_with_a_knob_that_has_no_effect_shows_a_warning(name: str) -> None:
+    program = f"from orbax_ext.options import Options; Options({name}=1.0)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert f"FutureWarning: {name} has no effect any more" in run.stderr
 
 
 def test_the_typed_keywords_are_the_fields() -> None:

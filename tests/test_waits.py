@@ -125,6 +125,8 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.read_ahead", "await asyncio.gather(first, second, return_exceptions=True)"): _WORK,
     ("transfer.read_ahead", "done.exception()"): _ENDED,
     ("transfer.read_ahead", "self._tasks.pop(number).result()"): _ENDED,
+    ("transfer.read_ahead", "await self._became_idle.wait()"): _WORK,
+    ("transfer.read_ahead", "await self._until_idle()"): _WORK,
     ("transfer.read_ahead", "self._two_at_a_time"): _WORK,
     ("transfer.read_ahead", "task.result()"): _ENDED,
     (

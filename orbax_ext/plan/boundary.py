@@ -55,6 +55,15 @@ class Progress:
         return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
 
 
+def shares_ahead(most: int, replicas: int, ends: Ends) -> int:
+    """Returns how many shares a process may read beyond the one that is exchanged next: at most `most`.
+
+    Until an exchange has ended nobody knows whether shares are needed: then all that are read are one group at most.
+    """
+    one_has_ended = ends.front > 1  # the second one begins after that
+    return most if one_has_ended else min(most, replicas - 1)
+
+
 def bytes_of_groups(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> list[GroupBytes]:
     """Returns what each group of a plan asks of the processes."""
     loads = Loads(plan.leaves, meshes, processes)

@@ -6,6 +6,7 @@ A course changes only by what all processes have told at a meeting, so it is the
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,11 @@ class Course:
     def catching_up(self) -> bool:
         """Whether a group is still to travel that fills holes of an earlier one."""
         return any(number >= len(self._made) for number in self.order[self.ends.front : self.ends.back])
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas share the reads of a group; of the group with the fewest."""
+        return min((math.prod(self._sizes(group).values()) for group in self._made), default=1)
 
     def group(self, place: int) -> Group:
         return self.plan.groups[self.order[place]]

@@ -59,6 +59,16 @@ class Loads:
 
     def direct(self, indices: Iterable[int]) -> Load:
         """Returns the load of leaves of which every process reads the blocks that it holds, each once."""
+        read, arrays = self._held(indices)
+        return Load(int(read.max()), int(read.sum()), arrays=int(arrays.max()))
+
+    def held(self, indices: Iterable[int], process: int) -> int:
+        """Returns the bytes of the blocks that one process holds of leaves, each block once."""
+        read, _ = self._held(indices)
+        return int(read[process])
+
+    def _held(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of leaves that processes hold, and in how many arrays, by process."""
         read, arrays = np.zeros(self._processes), np.zeros(self._processes)
         blocks = functools.cache(self._blocks)
         for leaf in (self._leaves[index] for index in indices):
@@ -69,7 +79,7 @@ class Loads:
             held = blocks(leaf.mesh, leaf.used_axes)
             read += held * leaf.block_bytes
             arrays += held > 0
-        return Load(int(read.max()), int(read.sum()), arrays=int(arrays.max()))
+        return read, arrays
 
     def _blocks(self, mesh: int, used: frozenset[str]) -> np.ndarray:
         copies = self._copies(mesh, infer_axes(self._meshes[mesh], used))

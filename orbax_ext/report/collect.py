@@ -166,7 +166,7 @@ def unpack_others(packed: Mapping[int, str], process: int) -> dict[int, ProcessR
 
 
 def _with_bytes(span: Span, moved: Sequence[Traffic]) -> Span:
-    if span.group is None or span.group >= len(moved):
+    if span.group is None or span.group >= len(moved) or span.bytes:
         return span
     group = moved[span.group]
     return dataclasses.replace(span, bytes=group.brought if span.phase == "read" else group.received)

@@ -118,15 +118,18 @@ class Recorder:
         self._other_reports.update(reports)
 
     @contextlib.contextmanager
-    def span(self, phase: str, *, group: int | None = None, note: str = "") -> Iterator[None]:
-        """Records how long a `with` block takes, and shows it in JAX profiles."""
+    def span(self, phase: str, *, group: int | None = None, size: int = 0, note: str = "") -> Iterator[None]:
+        """Records how long a `with` block takes, and shows it in JAX profiles.
+
+        `size`: its bytes, where they do not follow from the plan.
+        """
         start = self._now()
         self._phases_begun.append((phase, group))
         try:
             with jax.profiler.TraceAnnotation(f"orbax_ext.restore.{phase}"):
                 yield
         finally:
-            self._spans.append(Span(phase, start, self._now(), group, note=note))
+            self._spans.append(Span(phase, start, self._now(), group, size, note=note))
 
     async def timed(self, phase: str, work: Awaitable[T], *, group: int | None = None) -> T:
         """Awaits `work`, records how long it takes, and returns its result."""

@@ -13,11 +13,11 @@ _TYPES: Any = {"phase": str, "start": float, "end": float, "group": int, "bytes"
 class Span:
     """What a process did from `start` to `end`, in seconds since its restore began."""
 
-    phase: str  # "describe", "plan", "compile", "connect", "read", "exchange", "wait", "verify"
+    phase: str  # "describe", "plan", "compile", "connect", "read", "read directly", "exchange", "wait", "verify"
     start: float
     end: float
     group: int | None = None  # the number of a group of leaves, counted from 0
-    bytes: int = 0  # in memory, by the plan: read, or received from other processes
+    bytes: int = 0  # in memory, read, or received from other processes
     waited_for: int | None = None  # the process that came last to a meeting
     note: str = ""  # for a wait, the meeting
 

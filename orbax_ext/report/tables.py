@@ -9,7 +9,7 @@ from orbax_ext import text
 from orbax_ext.report.process_report import ProcessReport
 
 _MOST_ROWS = 16  # with more processes, a table has the least, the median and the most of each column instead
-_PHASES = ("read", "exchange", "wait", "compile", "connect", "verify")
+_PHASES = ("read", "read directly", "exchange", "wait", "compile", "connect", "verify")
 # The columns after the phases: the title, the attribute of a ProcessReport, and the attribute's value as text.
 _FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "total s": ("total_seconds", "{:.2f}".format),

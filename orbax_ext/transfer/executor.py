@@ -13,6 +13,7 @@ import jax
 from orbax.checkpoint import type_handlers
 
 from orbax_ext.plan import Group, Leaf
+from orbax_ext.plan.volumes import Loads
 from orbax_ext.request import Request
 from orbax_ext.transfer import reading
 from orbax_ext.transfer.assembly import Assembly
@@ -48,6 +49,7 @@ class Executor:
         """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`."""
         self._reader = without_array_metadata(handler)  # leaves in groups are never typed PRNG keys
         self._leaves = PlannedLeaves(request, leaves)
+        self._meshes = request.mesh_infos
         self._limit = limit
         self._assembly = Assembly(request, self._leaves)
         self._note_through_orbax = NoteThroughOrbax(self._leaves, set() if through_orbax is None else through_orbax)
@@ -117,6 +119,10 @@ class Executor:
         """Returns the bytes that this process reads of a group that travels."""
         items = self.reads(group)
         return sum(math.prod(i.block.shape) * i.leaf.itemsize * len(i.sharding.addressable_devices) for i in items)
+
+    def whole_bytes(self, group: Group) -> int:
+        """Returns the bytes that this process reads of a group that is read directly."""
+        return Loads(self._leaves.leaves, self._meshes, jax.process_count()).held(group.leaves, jax.process_index())
 
     def extend(self, leaves: Sequence[Leaf]) -> None:
         """Takes slices that were added to the plan."""

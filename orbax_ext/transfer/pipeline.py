@@ -60,6 +60,7 @@ class Pipeline:
             self.course,
             recorder,
             self._rates.storage_busy,
+            boundary_moves=self.boundary_moves,
             reason=self._take_overs.reason,
             held=self._held,
             arrived=self._arrived,
@@ -237,7 +238,8 @@ class Pipeline:
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
             read = self._held.others(self._reads.shares.groups_done)
-            self._recorder.unused(sum(self._bytes[group].share for group in read if group >= ends.front))
+            unused = [self.course.group(place) for place in read if place >= ends.front]
+            self._recorder.unused(sum(map(self._executor.share_bytes, unused)))
             self._reads.shares.give_up(ends.front)
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()

@@ -32,6 +32,7 @@ class ReadAhead(Generic[R]):
         self.upto = 0  # groups whose reading may begin
         self._at_a_time = 1  # until it is known how long one takes
         self._tasks: dict[int, asyncio.Future[R]] = {}
+        self._became_idle = asyncio.Event()
 
     @property
     def under_way(self) -> list[asyncio.Future[R]]:
@@ -42,6 +43,11 @@ class ReadAhead(Generic[R]):
     def idle(self) -> bool:
         """Whether all groups are read that may be read."""
         return self.begun >= self.upto and not self.under_way
+
+    async def until_idle(self) -> None:
+        """Waits until all groups are read that may be read."""
+        while not self.idle:
+            await self._became_idle.wait()
 
     def begin(self, upto: int, groups: int) -> None:
         """Begins to read groups up to a number, if there are so many."""
@@ -83,6 +89,10 @@ class ReadAhead(Generic[R]):
             task.add_done_callback(lambda _: self._go_on())
             self._tasks[self.begun] = task
             self.begun += 1
+        if self.idle:
+            self._became_idle.set()
+        else:
+            self._became_idle.clear()
 
     async def _timed(self, number: int) -> R:
         started = time.monotonic()
@@ -100,12 +110,21 @@ class ReadAhead(Generic[R]):
 
 
 class BackReads(Generic[L, R]):
-    """Reads groups from the back directly, two at a time."""
+    """Reads groups from the back directly, two at a time.
 
-    def __init__(self, read: Callable[[int], Awaitable[dict[L, R]]], busy: Stopwatch) -> None:
-        """`busy` runs while a group is being read."""
+    None begins while something is read that is more urgent. One that has begun goes on beside that.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Awaitable[dict[L, R]]],
+        until_idle: Callable[[], Awaitable[None]],
+        busy: Stopwatch,
+    ) -> None:
+        """`until_idle` waits until nothing more urgent is being read; `busy` runs while a group is being read."""
         self.done = 0  # groups that are read
         self._read = read
+        self._until_idle = until_idle
         self._busy = busy
         self._two_at_a_time = asyncio.Semaphore(2)
         self._tasks: dict[int, asyncio.Future[dict[L, R]]] = {}
@@ -156,6 +175,7 @@ class BackReads(Generic[L, R]):
 
     async def _timed(self, number: int) -> dict[L, R]:
         async with self._two_at_a_time:
+            await self._until_idle()
             with self._busy:
                 arrays = await self._read(number)
         self.done += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from orbax_ext.plan.boundary import shares_ahead
 from orbax_ext.plan.course import Course
 from orbax_ext.plan.memory import AHEAD
 from orbax_ext.report.recorder import Recorder
@@ -29,20 +30,23 @@ class Reads:
         recorder: Recorder,
         busy: Stopwatch,
         *,
+        boundary_moves: bool,
         reason: Callable[[int], str],
         held: HeldBlocks,
         arrived: Callable[[Mapping[int, jax.Array]], None],
     ) -> None:
         """Makes reads that have not begun.
 
-        `busy` runs while something is being read, `reason` says why a group is read, where that is unusual, `held` is
-        what was read before, and `arrived` is called with arrays that are complete.
+        `boundary_moves`: groups may be read directly after all. `busy` runs while something is being read, `reason`
+        says why a group is read, where that is unusual, `held` is what was read before, and `arrived` is called with
+        arrays that are complete.
         """
         self.shares = OwnReads(self._read_share, AHEAD[course.plan.strategy], busy)
-        self.back = BackReads(self._read_directly, busy)
+        self.back = BackReads(self._read_directly, self.shares.until_idle, busy)
         self.direct: asyncio.Future[dict[int, jax.Array]] | None = None
         self._executor = executor
         self._course = course
+        self._boundary_moves = boundary_moves
         self._recorder = recorder
         self._busy = busy
         self._reason = reason
@@ -74,8 +78,10 @@ class Reads:
 
     def begin(self) -> None:
         """Begins to read the shares that may be read."""
-        ends = self._course.ends
-        self.shares.begin(ends.front + 1 + self.shares.ahead, ends.back)
+        ends, ahead = self._course.ends, self.shares.ahead
+        if self._boundary_moves:
+            ahead = shares_ahead(ahead, self._course.replicas, ends)
+        self.shares.begin(ends.front + 1 + ahead, ends.back)
         self._begin_direct_after_groups()
 
     def begin_direct(self) -> None:
@@ -162,8 +168,9 @@ class Reads:
         return contributions
 
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
-        with self._recorder.span("read directly", group=number):
-            arrays = await self._executor.read_whole(self._course.as_planned(number))
+        group = self._course.as_planned(number)
+        with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group)):
+            arrays = await self._executor.read_whole(group)
         self._arrived(arrays)
         return arrays
 

@@ -18,6 +18,7 @@ import orbax_ext
 from bench import memory
 from orbax_ext import lab
 from orbax_ext.lab import handlers
+from orbax_ext.report.process_report import ProcessReport
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 from tests.support import states
@@ -43,6 +44,15 @@ class Pace:
     exchange: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Another pace, from the call of a method of the executor on with which there are so many."""
+
+    after: str
+    times: int
+    pace: Pace
+
+
 @pytest.fixture(scope="module")
 def layers(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("layers") / "checkpoint")
@@ -60,11 +70,10 @@ def test_slow_storage_makes_it_spread(small_cluster: lab.Cluster, layers: str) -
 
 
 def test_a_slow_fabric_makes_it_direct_after_the_first_exchange(small_cluster: lab.Cluster, layers: str) -> None:
-    first, *others = small_cluster.run(restore_at, layers, SLOW_FABRIC)
-    assert others == [first] * 3  # all processes decide the same
-    groups, unused = first
-    assert groups.count("exchange") <= 2
-    assert unused <= 32 * MIB  # of one group, on the two devices of a process
+    (first, _), *others = results = small_cluster.run(restore_at, layers, SLOW_FABRIC)
+    assert [groups for groups, _ in others] == [first] * 3  # all processes decide the same
+    assert first.count("exchange") <= 2
+    assert all(unused <= 16 * MIB for _, unused in results)  # of one group, on the two devices of a process
 
 
 def test_storage_and_fabric_share_the_work_if_they_are_alike(small_cluster: lab.Cluster, layers: str) -> None:
@@ -76,16 +85,38 @@ def test_storage_and_fabric_share_the_work_if_they_are_alike(small_cluster: lab.
 def test_nothing_is_connected_if_all_is_read_before_programs_are_compiled(
     small_cluster: lab.Cluster, layers: str
 ) -> None:
-    for groups, phases in small_cluster.run(restore_with_a_slow_compiler, layers):
+    for groups, report in small_cluster.run(restore_with_a_slow_compiler, layers):
         assert groups == ["direct"] * 8
-        assert "connect" not in phases
+        assert "connect" not in [span.phase for span in report.spans]
 
 
-def test_it_follows_links_that_change_in_the_middle(small_cluster: lab.Cluster, layers: str) -> None:
-    for groups, _ in small_cluster.run(restore_at, layers, Pace(1.0, 0.0), SLOW_FABRIC):
-        assert 3 <= groups.count("exchange") < 8
-    for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, SLOW_STORAGE):
-        assert set(groups) <= {"exchange", "direct"}
+def test_one_group_is_read_for_nothing_if_nothing_is_exchanged_between_two_replicas(
+    small_cluster: lab.Cluster, path: str
+) -> None:
+    two = MeshSpec((2, 4), ("dp", "tp"))
+    small_cluster.run(states.save, path, STATE, two)
+    for groups, report in small_cluster.run(restore_with_a_slow_compiler, path, two):
+        assert groups == ["direct"] * 8
+        direct = [span.bytes for span in report.spans if span.phase == "read directly"]
+        assert direct == [8 * MIB] * 8  # on the two devices of a process
+        assert report.bytes_unused == 8 * MIB  # a process reads the share of every other group
+
+
+def test_it_exchanges_until_the_fabric_becomes_slow(small_cluster: lab.Cluster, layers: str) -> None:
+    later = Change("start_exchange", 3, SLOW_FABRIC)
+    first, *others = [groups for groups, _ in small_cluster.run(restore_at, layers, Pace(1.0, 0.0), later)]
+    assert others == [first] * 3
+    assert 3 <= first.count("exchange") < 8
+    assert first == sorted(first, reverse=True)
+
+
+def test_it_reads_directly_until_storage_becomes_slow(small_cluster: lab.Cluster, layers: str) -> None:
+    later = Change("read_whole", 1, Pace(6.0, 0.0))
+    first, *others = [groups for groups, _ in small_cluster.run(restore_at, layers, Pace(0.0, 3.0), later)]
+    assert others == [first] * 3
+    assert 1 <= first.count("direct") <= 4
+    assert first.count("exchange") >= 4  # as long as the fabric is slow, there are at most two
+    assert first == sorted(first, reverse=True)
 
 
 def test_one_process_with_slow_storage_keeps_all_from_reading_directly(small_cluster: lab.Cluster, layers: str) -> None:
@@ -121,7 +152,7 @@ def test_leaves_with_different_replicas_are_restored_exactly(small_cluster: lab.
 
 
 def test_rates_are_not_needed_any_more(small_cluster: lab.Cluster, layers: str) -> None:
-    with pytest.warns(DeprecationWarning, match="storage_gbps has no effect any more"):
+    with pytest.warns(FutureWarning, match="storage_gbps has no effect any more"):
         orbax_ext.BroadcastArrayHandler(storage_gbps=1.0)
 
 
@@ -183,26 +214,30 @@ def paced(pace_of: Callable[[], Pace]) -> Iterator[None]:
 def restore_at(
     path: str,
     pace: Pace,
-    later: Pace | None = None,
+    later: Change | None = None,
     slow: tuple[int, Pace] | None = None,
     state: Mapping[str, Spec] = STATE,
     mesh: MeshSpec = MESH,
 ) -> tuple[list[str], int]:
-    """Restores at a pace, at another one after two exchanges, and on one process at a pace of its own."""
-    exchanges = 0
-    start = Executor.start_exchange
-
-    def start_and_count(*args: Any) -> Any:
-        nonlocal exchanges
-        exchanges += 1
-        return start(*args)
+    """Restores at a pace, at another one later, and on one process at a pace of its own."""
+    calls = 0
 
     def pace_now() -> Pace:
         if slow is not None and slow[0] == jax.process_index():
             return slow[1]
-        return later if later is not None and exchanges > 2 else pace
+        return later.pace if later is not None and calls >= later.times else pace
 
-    with mock.patch.object(Executor, "start_exchange", start_and_count), paced(pace_now):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(paced(pace_now))
+        if later is not None:
+            method = getattr(Executor, later.after)
+
+            def call_and_count(*args: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return method(*args)
+
+            stack.enter_context(mock.patch.object(Executor, later.after, call_and_count))
         # Eight groups. A process that is slow on purpose is waited for: it shows how the boundary moves.
         knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
         report = states.restore_exactly(path, knobs, state, mesh)
@@ -213,12 +248,13 @@ def ends_of(report: Any) -> list[str]:
     """Returns how each group was restored, from the front to the back."""
     ends = {span.group: "exchange" for span in report.own.spans if span.phase == "exchange"}
     back = {span.group: "direct" for span in report.own.spans if span.phase == "read directly"}
+    assert all(span.bytes > 0 for span in report.own.spans if span.phase == "read directly")
     assert not set(ends) & set(back)
     assert sorted(ends | back) == list(range(len(ends | back)))
     return [(ends | back)[group] for group in sorted(ends | back)]
 
 
-def restore_with_a_slow_compiler(path: str) -> tuple[list[str], list[str]]:
+def restore_with_a_slow_compiler(path: str, mesh: MeshSpec = MESH) -> tuple[list[str], ProcessReport]:
     compile_all = Executor.compile
 
     async def slowly(self: Executor, groups: Any) -> None:
@@ -227,8 +263,8 @@ def restore_with_a_slow_compiler(path: str) -> tuple[list[str], list[str]]:
 
     with mock.patch.object(Executor, "compile", slowly):
         knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
-        report = states.restore_exactly(path, knobs, STATE, MESH)
-    return ends_of(report), [span.phase for span in report.own.spans]
+        report = states.restore_exactly(path, knobs, STATE, mesh)
+    return ends_of(report), report.own
 
 
 def restore_with_a_bad_disk(path: str, end: str) -> None:

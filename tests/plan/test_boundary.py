@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo
-from orbax_ext.plan.boundary import Ends, GroupBytes, Progress, bytes_of_groups, next_boundary
+from orbax_ext.plan.boundary import Ends, GroupBytes, Progress, bytes_of_groups, next_boundary, shares_ahead
 from orbax_ext.plan.memory import AHEAD
 from orbax_ext.plan.planner import make_plan
 
@@ -24,27 +25,36 @@ GROUP = GroupBytes(share=25, direct=100, link=75)
 
 @dataclasses.dataclass
 class Process:
-    """A process that reads at some rate. Storage serves one read at a time, shares before groups from the back."""
+    """A process that reads at some rate. Storage serves one read at a time.
+
+    A group from the back begins when no share is being read or waits. One that has begun is read to its end.
+    """
 
     storage: float  # bytes per second
     compiled: float  # when its programs are
-    shares: list[float] = dataclasses.field(default_factory=list)  # when each was read
-    back: list[float] = dataclasses.field(default_factory=list)
-    free: float = 0.0  # when storage is free
-    busy: float = 0.0
-    read: int = 0
+    shares: list[float] = dataclasses.field(default_factory=list)  # when the reading of each ends
+    back: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when it begins and ends
 
-    def _read(self, size: int, now: float) -> float:
-        seconds = size / self.storage
-        self.free = max(self.free, now) + seconds
-        self.busy += seconds
-        self.read += size
-        return self.free
+    @property
+    def free(self) -> float:
+        """When storage is free, if nothing is added."""
+        return max([0.0, *self.shares, *(end for _, end in self.back)])
+
+    def read(self, now: float, shares: Sequence[int] = (), back: Sequence[int] = ()) -> None:
+        """Adds reads, of these sizes, to those that are under way or wait."""
+        begun = [(start, end) for start, end in self.back if start < now]
+        waiting = [end - start for start, end in self.back[len(begun) :]]
+        self.back = begun
+        for size in shares:
+            self.shares.append(max(now, self.free) + size / self.storage)
+        for seconds in [*waiting, *(size / self.storage for size in back)]:
+            start = max(now, self.free)
+            self.back.append((start, start + seconds))
 
     def progress(self, ends: Ends, now: float, exchange_ends: float, fabric: float) -> Progress:
-        direct = sum(end <= now for end in self.back)
+        direct = sum(end <= now for _, end in self.back)
         ready = now >= max(self.compiled, exchange_ends, self.shares[ends.front])
-        return Progress(len(self.shares), direct, ready, self.free <= now, now, self.read / self.busy, fabric)
+        return Progress(len(self.shares), direct, ready, self.free <= now, now, self.storage, fabric)
 
 
 def restore(
@@ -58,8 +68,8 @@ def restore(
     while ends.front < ends.back:
         arrivals = []
         for at, process in enumerate(processes):
-            while len(process.shares) < min(ends.front + 1 + AHEAD["spread"], ends.back):
-                process.shares.append(process._read(groups[len(process.shares)].share, now))
+            upto = min(ends.front + 1 + shares_ahead(AHEAD["spread"], len(processes), ends), ends.back)
+            process.read(now, shares=[group.share for group in groups[len(process.shares) : upto]])
             ready = max(now, process.shares[ends.front], exchange_ends, process.compiled)
             if (len(process.shares), len(process.back)) != told[at]:  # come also if all is read that may be read
                 ready = min(ready, max(now, process.free))
@@ -75,8 +85,8 @@ def restore(
         for number in range(ends.back - 1, boundary - 1, -1):
             assert done[number] == ""
             done[number] = "direct"
-            for process in processes:
-                process.back.append(process._read(groups[number].direct, now))
+        for process in processes:
+            process.read(now, back=[group.direct for group in groups[boundary : ends.back][::-1]])
         ends = Ends(ends.front, boundary)
         if ends.front < ends.back and all(one.ready for one in progress):
             if not exchanging:
@@ -111,6 +121,15 @@ def test_a_restore_takes_about_as_long_as_the_best_mixture(
     seconds, done, _ = restore(groups, [float(unit)] * 4, float(unit))
     assert set(done) <= {"direct", "exchanged"}
     assert seconds <= most
+
+
+def test_a_simulated_process_reads_shares_before_groups_from_the_back() -> None:
+    process = Process(storage=1.0, compiled=0.0)
+    process.read(0.0, shares=[1, 1])
+    process.read(0.0, back=[4, 4])
+    assert (process.shares, process.back) == ([1.0, 2.0], [(2.0, 6.0), (6.0, 10.0)])
+    process.read(3.0, shares=[2], back=[4])
+    assert (process.shares, process.back) == ([1.0, 2.0, 8.0], [(2.0, 6.0), (8.0, 12.0), (12.0, 16.0)])
 
 
 def test_slow_storage_is_spread_to_the_last_group() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo
+from orbax_ext.plan.boundary import Ends
 from orbax_ext.plan.course import Course, Share
 from orbax_ext.plan.planner import make_plan
 from orbax_ext.plan.readers import replicas_with
@@ -16,6 +19,7 @@ from tests.support.arriving import Arriving
 pytestmark = pytest.mark.once
 
 MIB = 1 << 20
+TROUBLED_MEETINGS = 20  # later, all processes are well: each meeting begins an exchange, or ends the restore
 MESH = MeshInfo(("dp", "tp"), (4, 2), tuple(number // 2 for number in range(8)))
 LEAVES = [
     *[Leaf(f"cut {n}", (1024, 512), "float32", 4, (512, 512), 0, (("tp",), ()), (32, 512), True) for n in range(6)],
@@ -37,9 +41,10 @@ def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) 
     meetings = 0
     while courses[0].groups_left:
         meetings += 1
+        assert meetings <= TROUBLED_MEETINGS + len(courses[0].order)
         shares = {}
         for process in range(4):
-            trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if meetings < 20 else ""
+            trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if meetings < TROUBLED_MEETINGS else ""
             shares[process] = Share(
                 min(courses[0].ends.front + data.draw(st.integers(1, 3)), courses[0].ends.back),
                 data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7])),
@@ -74,6 +79,77 @@ def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) 
     assert set(arriving.blocks) == set(range(len(LEAVES)))
     for index, block in arriving.blocks.items():
         assert block.all(), f"{LEAVES[index]} has holes"
+
+
+def decide(course: Course, shares: dict[int, Share], boundary: int) -> tuple[list[int], int | None] | None:
+    """Does what a process does after a meeting: returns the groups that it reads directly now, and what is exchanged.
+
+    Returns None if nobody can read what is late.
+    """
+    if not course.groups_left:
+        lacking = any(share.lacks for share in shares.values())
+        return None if lacking and course.take_over_direct(shares) is None else ([], None)
+    if not all(share.ready for share in shares.values()) and course.take_over(shares) is None:
+        return None
+    course.deal(shares)
+    moved = [] if course.catching_up else course.move_boundary(boundary)
+    ends = course.ends
+    if ends.front == ends.back:
+        return moved, None
+    course.next()
+    return moved, course.order[ends.front]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_once(data: st.DataObject) -> None:
+    courses = [make_course("spread") for _ in range(2)]
+    arriving, meetings = Arriving(MESH), 0
+    back: set[int] = set()  # groups that are being read directly
+    while courses[0].groups_left or back:
+        meetings += 1
+        assert meetings <= TROUBLED_MEETINGS + len(courses[0].order) + 1
+        ends, groups_left = courses[0].ends, courses[0].groups_left
+        shares = draw_shares(data, ends, sorted(back), troubled=meetings < TROUBLED_MEETINGS)
+        untouched = max(share.upto for share in shares.values())
+        boundary = data.draw(st.sampled_from([ends.back, (untouched + ends.back) // 2, untouched, ends.front]))
+        received = {process: Share.from_json(shares[process].to_json()) for process in (3, 1, 0, 2)}
+        decided, same = decide(courses[0], shares, boundary), decide(courses[1], received, boundary)
+        assert decided == same
+        for name in ("plan", "order", "ends", "carried_out"):
+            assert getattr(courses[0], name) == getattr(courses[1], name)
+        assert ends.front <= courses[0].ends.front <= courses[0].ends.back <= len(courses[0].order)
+        if decided is None:
+            continue
+        moved, exchanged = decided
+        assert not back & set(moved)
+        back |= set(moved)
+        if exchanged is not None:
+            assert exchanged not in back
+            arriving.exchange(courses[0].plan.groups[exchanged], courses[0].plan.leaves)
+        if not groups_left:
+            for number in back - {number for share in shares.values() for number in share.lacks}:
+                arriving.read_directly(courses[0].as_planned(number), courses[0].plan.leaves)
+            back = set()
+    assert set(arriving.blocks) == set(range(len(LEAVES)))
+    for index, block in arriving.blocks.items():
+        assert block.all(), f"{LEAVES[index]} has holes"
+
+
+def draw_shares(data: st.DataObject, ends: Ends, back: Sequence[int], *, troubled: bool) -> dict[int, Share]:
+    """Returns what four processes may tell, where `back` are the groups that they read directly."""
+    shares = {}
+    for process in range(4):
+        trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if troubled else ""
+        rate = data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7]))
+        failed = {"error": "OSError"} if trouble == "failed" else None
+        if ends.front < ends.back:
+            upto = min(ends.front + data.draw(st.integers(1, 3)), ends.back)
+            shares[process] = Share(upto, rate, late=trouble == "late", failed=failed)
+        else:
+            lacks = tuple(sorted(data.draw(st.sets(st.sampled_from(back), min_size=1)))) if trouble else ()
+            shares[process] = Share(ends.back, rate, late=trouble == "late", failed=failed, lacks=lacks)
+    return shares
 
 
 def test_a_host_that_recovers_gets_its_shares_back() -> None:

@@ -148,3 +148,10 @@ def test_the_load_of_a_host_stays_the_same_as_hosts_grow_with_the_state() -> Non
         plan = make_plan([leaf] * 100, [mesh], Options(strategy="spread"), processes=hosts, group_bytes=16 * MIB)
         loads.append(dataclasses.replace(Loads(plan.leaves, [mesh], hosts).travelling(plan.groups), read_by_all=0))
     assert loads[0] == loads[1] == loads[2]
+
+
+def test_one_process_holds_its_own_blocks() -> None:
+    uneven = MeshInfo(("dp", "tp"), (3, 2), (0, 0, 1, 1, 2, 3))
+    half = dataclasses.replace(LEAVES[0], shape=(2, 512), block=(1, 512), dtype="uint8", itemsize=1, spec=(("tp",), ()))
+    loads = Loads([half, half], [uneven], 4)
+    assert [loads.held([0, 1], process) for process in range(4)] == [2048, 2048, 1024, 1024]

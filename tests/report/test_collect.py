@@ -13,10 +13,13 @@ import pytest
 
 import orbax_ext
 from orbax_ext import handler
-from orbax_ext.plan import RestorePlan
+from orbax_ext.options import Options
+from orbax_ext.plan import Leaf, MeshInfo, RestorePlan
+from orbax_ext.plan.planner import make_plan
 from orbax_ext.report import collect
 from orbax_ext.report.collect import pack, unpack, unpack_others
 from orbax_ext.report.process_report import ProcessReport
+from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.report import RestoreReport
 from tests.support import reports
 
@@ -66,6 +69,29 @@ def test_bytes_of_the_plan_are_zero_before_there_is_one() -> None:
     report = collect.make_process_report(recorder)
     assert (report.bytes_received, report.bytes_sent) == (0, 0)
     assert [span.bytes for span in report.spans] == [0]
+
+
+def test_every_span_of_a_group_has_its_bytes() -> None:
+    mesh = MeshInfo(("dp",), (2,), (0, 1))
+    leaves = [
+        Leaf(f"w{n}", (1024, 512), "float32", 4, (1024, 512), 0, ((), ()), (512, 512), divisible=True) for n in range(3)
+    ]
+    plan = make_plan(leaves, [mesh], Options(), processes=2, group_bytes=2 << 20)
+    recorder = Recorder()
+    recorder.planned(3, (mesh,), plan.divided([1, 2]))
+    with recorder.span("read", group=0), recorder.span("exchange", group=0):
+        pass
+    with recorder.span("read directly", group=2, size=2 << 20):
+        pass
+    with recorder.span("read directly", group=0, size=2 << 20):  # as if one that was added came after it
+        pass
+    spans = collect.make_process_report(recorder).spans
+    assert sorted((span.phase, span.group, span.bytes) for span in spans) == [
+        ("exchange", 0, 1 << 20),
+        ("read", 0, 1 << 20),
+        ("read directly", 0, 2 << 20),
+        ("read directly", 2, 2 << 20),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from orbax_ext.report.spans import Span, seconds_by_phase
 from orbax_ext.report.tables import ProcessTable, direct_reasons, names_by_value
 from tests.support import reports
 
@@ -37,6 +38,16 @@ def test_phases_that_no_process_had_are_left_out() -> None:
     assert head[:5] == ["process", "read s", "exchange s", "wait s", "compile s"]
     assert head[5] == "total s"
     assert head[-1] == "waited most for"
+
+
+def test_groups_that_are_read_directly_have_a_column() -> None:
+    first, *others = reports.make_report(2).members.values()
+    spans = (*first.spans, Span("read directly", 0.0, 1.25, 3, 1000))
+    report = dataclasses.replace(first, spans=spans, seconds=seconds_by_phase(spans))
+    head, _, *rows = [line.split("  ") for line in str(ProcessTable([report, *others])).splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in (head, *rows)]
+    at = cells[0].index("read directly s")
+    assert [row[at] for row in cells] == ["read directly s", "1.25", "0.00"]
 
 
 def test_rows_are_in_the_order_of_processes() -> None:

@@ -32,9 +32,14 @@ class Arriving:
             ):
                 self.read[group.axes, replica] += int(size)
 
+    def read_directly(self, group: Group, leaves: Sequence[Leaf]) -> None:
+        for index in group.leaves:
+            self._place(leaves, index, np.ones(leaves[index].block))
+
     def _place(self, leaves: Sequence[Leaf], index: int, block: np.ndarray) -> None:
         rows = leaves[index].slice
         if rows is None:
+            assert index not in self.blocks, f"{leaves[index]} arrives twice"
             self.blocks[index] = block
             return
         whole = self.blocks.setdefault(rows.leaf, np.zeros(leaves[rows.leaf].block))
@@ -42,6 +47,7 @@ class Arriving:
             slice(rows.start, rows.start + rows.size) if dim == rows.dim else slice(None) for dim in range(whole.ndim)
         )
         assert whole[where].shape == block.shape
+        assert not (whole[where] * block).any(), f"{leaves[index]} arrives twice"
         whole[where] = block
 
 

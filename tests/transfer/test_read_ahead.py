@@ -129,7 +129,7 @@ def test_groups_from_the_back_are_read_two_at_a_time() -> None:
         async def read(number: int) -> dict[int, int]:
             return {number: await storage.read(number)}
 
-        back = BackReads(read, watch)
+        back = BackReads(read, ReadAhead(storage.read, 0, watch).until_idle, watch)
         assert back.idle
         back.begin([7, 6])
         back.begin([5])
@@ -142,6 +142,60 @@ def test_groups_from_the_back_are_read_two_at_a_time() -> None:
         await storage.arrive(7)
         assert (back.done, back.idle) == (3, True)
         assert back.arrays() == {7: 70, 6: 60, 5: 50}
+
+    run(case)
+
+
+def test_groups_from_the_back_wait_for_shares_that_are_read_or_wait() -> None:
+    async def case() -> None:
+        shares, back_storage = Storage(), Storage()
+
+        async def read(number: int) -> dict[int, int]:
+            return {number: await back_storage.read(number)}
+
+        reading = ReadAhead(shares.read, 2, Stopwatch())
+        back = BackReads(read, reading.until_idle, Stopwatch())
+        reading.begin(1, 9)
+        back.begin([7, 6, 5, 4])
+        await settle()
+        assert back_storage.asked == []
+        await shares.arrive(0)
+        assert back_storage.asked == [7, 6]
+        reading.begin(3, 9)
+        await back_storage.arrive(7)  # one that has begun goes on
+        assert (back_storage.asked, back.idle) == ([7, 6], False)
+        await shares.arrive(1)
+        assert (shares.asked, back_storage.asked) == ([0, 1, 2], [7, 6])
+        await shares.arrive(2)
+        assert back_storage.asked == [7, 6, 5]
+        await back_storage.arrive(6)
+        assert back_storage.asked == [7, 6, 5, 4]
+        back.give_up()
+
+    run(case)
+
+
+@pytest.mark.parametrize("over", ["given up", "left to others"])
+def test_groups_from_the_back_do_not_wait_for_shares_that_are(over: str) -> None:
+    async def case() -> None:
+        shares, back_storage = Storage(), Storage()
+
+        async def read(number: int) -> dict[int, int]:
+            return {number: await back_storage.read(number)}
+
+        reading = ReadAhead(shares.read, 2, Stopwatch())
+        back = BackReads(read, reading.until_idle, Stopwatch())
+        reading.begin(1, 9)
+        back.begin([7])
+        await settle()
+        if over == "given up":
+            reading.give_up(0)
+        else:
+            hangs = reading.drop(0)
+            assert not hangs.done()
+        await settle()
+        assert back_storage.asked == [7]
+        back.give_up()
 
     run(case)
 

@@ -37,3 +37,16 @@ def test_auto_follows_the_rates_and_gives_the_reason() -> None:
     (reason,) = forecast.reasons(found, leaves)
     assert reason.startswith("direct: ")
     assert found.volumes.total_received == 0
+
+
+def test_auto_does_some_of_both_where_storage_and_fabric_are_alike() -> None:
+    mesh = forecast.mesh_on((("dp", 8), ("tp", 4)), 8)
+    leaves, _ = described.place(described.parse_shapes("w.{0..63} bfloat16 8192x8192 P(None,tp) 1024x2048"), mesh, [])
+    found = {name: forecast.forecast(leaves, mesh, 8, Rates(1e9, 1e9), 10**10, name) for name in forecast.STRATEGIES}
+    auto, spread, direct = found["auto"], found["spread"], found["direct"]
+    reasons = forecast.reasons(auto, leaves)
+    assert sorted(reason.partition(":")[0] for reason in reasons) == ["direct", "spread"]
+    assert auto.plan.groups
+    assert spread.volumes.total_read < auto.volumes.total_read < direct.volumes.total_read
+    assert direct.volumes.total_received < auto.volumes.total_received < spread.volumes.total_received
+    assert auto.seconds < min(spread.seconds, direct.seconds)
