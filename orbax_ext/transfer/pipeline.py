@@ -102,6 +102,8 @@ class Pipeline:
         """
         ends = self.course.ends
         self._reads.begin()
+        if exchanges := self._exchanges.under_way:  # all take part in collectives in the same order
+            await _ended(exchanges, exchanges)
         groups = [self.course.group(place) for place in range(ends.front, ends.back)]
         await self._recorder.timed("connect", self._executor.connect(groups))
         self._connected |= self._kinds()
@@ -113,13 +115,8 @@ class Pipeline:
         boundary moves, it also ends when all is read that may be read: then there is time to move it. If no group is
         left, waits for all that is read directly.
         """
-        self._began_phase, self._at_work = time.monotonic(), True
-        try:
-            await self._read_next(alone=self._take_overs.alone)
-        finally:
-            self._at_work = False
-
-    async def _read_next(self, *, alone: bool) -> None:
+        self._began_phase, alone = time.monotonic(), self._take_overs.alone
+        self._at_work = True
         if not self.course.groups_left:
             self._reads.begin_direct()
             await self._reads.first_of(self._everything_arrived(), waits_alone=alone)
@@ -140,7 +137,8 @@ class Pipeline:
         await self._reads.first_of(*works, waits_alone=alone)
 
     def progress(self) -> dict[str, Any]:
-        """Returns what this process tells the others at a meeting."""
+        """Returns what this process tells the others at the meeting that begins now."""
+        self._at_work = False
         reads, shares = self._reads, self._reads.shares
         if not self.course.groups_left:
             lacks = reads.back.lacking
@@ -199,7 +197,9 @@ class Pipeline:
         place = self.course.ends.front
         group, number = self.course.group(place), self.course.order[place]
         contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
-        self._exchanges.start(AgreedExchange(group, number, contributions, self._meet_after(place)))
+        # What has been agreed on has to travel. The later all agree, the better they know where the boundary should be.
+        meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
+        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after))
         self.course.next()
         self._reads.probe(number)
 
@@ -273,16 +273,6 @@ class Pipeline:
         """Begins to read what the memory limit has room for."""
         if self._at_work and self.course.groups_left:
             self._reads.begin(self._exchanges.waiting)
-
-    def _meet_after(self, place: int) -> float | None:
-        """Returns how long after the beginning of an exchange all may meet for the next one.
-
-        For `auto` it is half of the time that the exchange will take: the later, the better all know where the boundary
-        should be, and what has been agreed on has to travel.
-        """
-        if not self.boundary_moves:
-            return 0.0
-        return 0.5 * self._bytes[place].link / self._rates.fabric if self._rates.fabric else None
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]], raised: Sequence[asyncio.Future[Any]]) -> None:
