@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ def started(function: Callable[[], object]) -> threading.Thread:
 
 def test_functions_run_in_the_order_in_which_they_were_passed() -> None:
     done: list[int] = []
-    first, second, third = (in_turn(lambda number=number: done.append(number), 30) for number in range(3))
+    first, second, third = (in_turn(functools.partial(done.append, number), 30) for number in range(3))
     later = [started(third), started(second)]
     for thread in later:
         thread.join(0.1)
