@@ -3,6 +3,9 @@
 There are no devices: a few operating-system processes run a thread for each client, all on this machine, so that the
 service and its clients share the processors. Progress is published at the same time, as in a restore.
 
+Then it holds meetings beside exchanges that take longer than a meeting: for each group a meeting and a sleep. As in a
+restore, all meet for a group when the exchange of the group before it has begun; for comparison, when it has ended.
+
     python -m bench.meetings --clients 16 64 [--write]
 """
 
@@ -30,12 +33,18 @@ PAGE = markdown.Page(
     "Meetings, measured",
     f"""Ten meetings of a session with progress reports, by real clients of JAX's coordination service without devices:
     a thread for each client in eight processes, on one machine with {os.cpu_count()} cores that the service and all
-    clients share, so that seconds grow with their number. A message is one call to the service.""",
+    clients share, so that seconds grow with their number. A message is one call to the service. Then eight groups whose
+    exchange, a sleep, takes three times as long as the slowest meeting of the client in the middle. The last columns
+    are the seconds that meetings add for each group, on the client where they add most: if all meet while the group
+    before travels, as in a restore, and if they meet when it has arrived.""",
     "make bench-meetings",
 )
 _CLIENTS = (16, 64, 256, 1000)
 _WORKERS = 8
 _LIMIT = 600  # seconds that one size may take
+_GROUPS = 8
+_LONGER = 3  # than a meeting: an exchange
+_SHORTEST = 0.2  # seconds of an exchange
 
 
 class Counting:
@@ -108,6 +117,9 @@ def _measure(clients: int, meetings: int) -> dict[str, Any]:
         "leader": results[0]["messages"],
         "others": statistics.mean(result["messages"] for result in results[1:]),
         "most": max(result["messages"] for result in results[1:]),
+        "exchange": results[0]["exchange"],
+        "added": max(result["added"] for result in results),
+        "added_between": max(result["added_between"] for result in results),
     }
 
 
@@ -128,7 +140,19 @@ def _work(address: str, numbers: range, clients: int, meetings: int) -> list[dic
                     session.meet("bench")  # without a failure to report, as after a good read
                     seconds.append(time.monotonic() - began)
             messages = (client.messages - before) / meetings
-        results[number] = {"arrive": arrived, "meetings": seconds, "messages": messages}
+            told = session.meet("bench", {"slowest": max(seconds)})  # all have to agree on the length of an exchange
+            exchange = max(_SHORTEST, _LONGER * statistics.median(one["slowest"] for one in told.values()))
+            with session.reporting():
+                added = _added_by_meetings(session, exchange, beside=True)
+                added_between = _added_by_meetings(session, exchange, beside=False)
+        results[number] = {
+            "arrive": arrived,
+            "meetings": seconds,
+            "messages": messages,
+            "exchange": exchange,
+            "added": added,
+            "added_between": added_between,
+        }
 
     threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in numbers]
     for thread in threads:
@@ -138,10 +162,29 @@ def _work(address: str, numbers: range, clients: int, meetings: int) -> list[dic
     return [results[number] for number in numbers]
 
 
+def _added_by_meetings(session: Session, exchange: float, *, beside: bool) -> float:
+    """Returns the seconds for each group that are not exchanges, from the first exchange to the end of the last one.
+
+    With `beside` all meet for a group as soon as the exchange of the group before it has begun.
+    """
+    session.meet("bench")
+    first = begun = time.monotonic()
+    ended = begun + exchange
+    for _ in range(1, _GROUPS):
+        time.sleep(max(0.0, (begun if beside else ended) - time.monotonic()))
+        session.meet("bench")
+        begun = max(ended, time.monotonic())
+        ended = begun + exchange
+    time.sleep(max(0.0, ended - time.monotonic()))
+    session.meet("bench")
+    return (ended - first - _GROUPS * exchange) / (_GROUPS - 1)
+
+
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     head = (
         *("clients", "arrive, s", "meeting, s (median)", "slowest, s"),
         *("messages per process (mean, most)", "of process 0"),
+        *("an exchange, s", "added per group, s", "if between exchanges, s"),
     )
     cells = [
         (
@@ -151,6 +194,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['slowest']:.3f}",
             f"{row['others']:.1f}, {row['most']:.1f}",
             f"{row['leader']:.1f}",
+            f"{row['exchange']:.2f}",
+            f"{row['added']:.3f}",
+            f"{row['added_between']:.3f}",
         )
         for row in rows
     ]

@@ -136,7 +136,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     await session.together("connect", pipeline.connect())
                 while not pipeline.done:
                     # 5. Read. Group k+1 is read while group k travels.
-                    # 6. Meet again before each exchange: what one process can't read, all know and others read.
+                    # 6. Meet again for each exchange: what one process can't read, all know and others read. The group
+                    # before may still travel.
                     work = pipeline.read()
                     _, told = await session.together_telling(pipeline.phase, work, pipeline.progress, pipeline.ask)
                     if not pipeline.agree(told, session.hosts):
@@ -147,7 +148,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                         not pipeline.course.ends.front
                     ):  # later groups need no barrier: all come from the meeting at once
                         await session.barrier("single_replica_pre_broadcast")
-                    # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. This only starts it.
+                    # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. It begins in its turn.
                     pipeline.start_exchange()
                 # 8. Hand over exactly what was asked for, and report to process 0 where the time went.
                 arrays = pipeline.arrays()

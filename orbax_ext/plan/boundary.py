@@ -41,7 +41,7 @@ class Progress:
 
     begun: int  # groups of which it has read its share, or has begun to
     direct: int  # groups that it has read directly
-    ready: bool  # for the next exchange: its share is read, and its programs are compiled
+    ready: bool  # for the next exchange: share read, programs compiled, and the exchange before is half over
     idle: bool  # it has nothing to read
     waiting: float  # seconds since it has begun: the end of the first exchange may take as long again
     storage: float  # bytes per second that it reads

@@ -22,9 +22,10 @@ from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
 from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
 from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax
-from orbax_ext.transfer.programs import run_in_thread
+from orbax_ext.transfer.programs import run_in_thread, start_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import release
+from orbax_ext.transfer.turns import in_turn
 from orbax_ext.upstream import runtime
 from orbax_ext.upstream.array_handler import without_array_metadata
 
@@ -86,7 +87,7 @@ class Executor:
     async def connect(self, groups: Sequence[Group]) -> None:
         """Opens the communicators of these groups."""
         for exchange in dict.fromkeys(map(self._exchange, groups)):
-            await self._in_thread(exchange.connect)
+            await self._in_thread(in_turn(exchange.connect, self._limit))
 
     def reads(self, group: Group) -> list[ReadItem]:
         """Returns what this process reads for an exchange."""
@@ -135,24 +136,18 @@ class Executor:
 
         None stands for those of a process that has not read its share.
         """
-        carriers = self._carriers(group)
 
         def exchange() -> list[DeviceBlocks]:
-            operands = contributions
-            if operands is None:
-                operands = reading.placed([carrier.contribution({}) for carrier in carriers])
+            operands = self._zeros(group) if contributions is None else contributions
             release(self._leaves.request(index).arg for index in group.leaves)
-            received = self._exchange(group).run(self._ops(group), operands)
-            operands.clear()
-            jax.block_until_ready([list(blocks.values()) for blocks in received])
-            return received
+            return self._run(group, operands)
 
         async def finish() -> dict[int, jax.Array]:
-            outputs = iter(await self._in_thread(exchange))
+            outputs = iter(await self._in_thread(in_turn(exchange, self._limit)))
 
             def complete() -> dict[int, jax.Array]:
                 received: dict[int, Blocks] = {}
-                for carrier in carriers:
+                for carrier in self._carriers(group):
                     received.update(carrier.received(outputs))
                 arrived = {leaf: blocks for leaf, blocks in received.items() if leaf not in group.dropped}
                 return self._assembly.completed_by(arrived, group.later)
@@ -160,6 +155,24 @@ class Executor:
             return await self._in_thread(complete)
 
         return asyncio.ensure_future(finish())
+
+    def take_part(self, group: Group) -> None:
+        """Takes part in an exchange that all have agreed on, with zeros, in a thread that nobody waits for.
+
+        For a restore that has failed before its turn: other processes may be inside, and could not leave it.
+        """
+        start_thread(in_turn(lambda: self._run(group, self._zeros(group)), self._limit))
+
+    def _run(self, group: Group, operands: list[DeviceBlocks]) -> list[DeviceBlocks]:
+        """Exchanges a group and waits for it. `operands` is emptied."""
+        received = self._exchange(group).run(self._ops(group), operands)
+        operands.clear()
+        jax.block_until_ready([list(blocks.values()) for blocks in received])
+        return received
+
+    def _zeros(self, group: Group) -> list[DeviceBlocks]:
+        """Returns the contributions of a process that has read nothing."""
+        return reading.placed([carrier.contribution({}) for carrier in self._carriers(group)])
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await run_in_thread(function, self._limit)

@@ -18,10 +18,10 @@ from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
 from orbax_ext.transfer.compiling import Compiling
+from orbax_ext.transfer.exchanges import AgreedExchange, Exchanges
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.rates import LinkRates
-from orbax_ext.transfer.read_ahead import abandon
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
 
@@ -71,8 +71,10 @@ class Pipeline:
         self._connected: set[tuple[int, tuple[str, ...]]] = set()
         self._began = self._began_phase = time.monotonic()
         self._read_at_meeting = (0, 0)  # `Reads.so_far` at the last meeting
-        self._arrays: dict[int, jax.Array] = {}
-        self._under_way: asyncio.Future[None] | None = None
+        self._at_work = False  # not at a meeting, where all have just told what they have begun to read
+        self._exchanges = Exchanges(
+            self._executor, recorder, self._rates, begun=self._begin_more_reads, arrived=self._arrived
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +82,7 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         self._reads.give_up()
         self._compiling.give_up()
-        if self._under_way is not None:
-            abandon(self._under_way)
-        # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
-        self._arrays, self._under_way = {}, None
+        self._exchanges.give_up()
 
     @property
     def phase(self) -> str:
@@ -104,25 +103,28 @@ class Pipeline:
         """
         ends = self.course.ends
         self._reads.begin()
+        if exchanges := self._exchanges.under_way:  # all take part in collectives in the same order
+            await _ended(exchanges, exchanges)
         groups = [self.course.group(place) for place in range(ends.front, ends.back)]
         await self._recorder.timed("connect", self._executor.connect(groups))
         self._connected |= self._kinds()
 
     async def read(self) -> None:
-        """Reads this process's share of the next group, and meanwhile finishes the exchange before it.
+        """Reads this process's share of the next group. Meanwhile the group before it travels, or the one before that.
 
-        Ends when the group's exchange can begin, or when it is known that others have to read the share. If the
+        Ends when all can meet for the group's exchange, or when it is known that others have to read the share. If the
         boundary moves, it also ends when all is read that may be read: then there is time to move it. If no group is
         left, waits for all that is read directly.
         """
         self._began_phase, alone = time.monotonic(), self._take_overs.alone
+        self._at_work = True
         if not self.course.groups_left:
             self._reads.begin_direct()
             await self._reads.first_of(self._everything_arrived(), waits_alone=alone)
             if self._strict:
                 self._reads.back.raise_errors()
             return
-        self._reads.begin()
+        self._begin_more_reads()
         self._compiling.begin()
         if self._reads.is_stuck and not alone:
             return  # the others know already: they need not wait for it once more
@@ -136,7 +138,8 @@ class Pipeline:
         await self._reads.first_of(*works, waits_alone=alone)
 
     def progress(self) -> dict[str, Any]:
-        """Returns what this process tells the others at a meeting."""
+        """Returns what this process tells the others at the meeting that begins now."""
+        self._at_work = False
         reads, shares = self._reads, self._reads.shares
         if not self.course.groups_left:
             lacks = reads.back.lacking
@@ -191,20 +194,20 @@ class Pipeline:
         return ready and self.course.groups_left
 
     def start_exchange(self) -> None:
-        """Starts the next group's exchange; `read` of the group after it, or of the rest, waits for its end."""
+        """Starts the next group's exchange, or lets it wait for the end of the one before."""
         place = self.course.ends.front
         group, number = self.course.group(place), self.course.order[place]
         contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
-        exchange = self._executor.start_exchange(group, contributions)
-        finishing = asyncio.ensure_future(self._take_arrays(exchange, place))
-        self._under_way = self._recorder.follow("exchange", finishing, group=number)
+        # What has been agreed on has to travel. The later all agree, the better they know where the boundary should be.
+        meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
+        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after))
         self.course.next()
         self._reads.probe(number)
 
     def arrays(self) -> list[jax.Array]:
         """Returns all arrays in the order of the request, when everything is there."""
         assert self._reads.direct is not None
-        arrays = self._arrays | self._reads.back.arrays() | self._reads.direct.result()
+        arrays = self._exchanges.arrays | self._reads.back.arrays() | self._reads.direct.result()
         return [arrays[index] for index in range(len(arrays))]
 
     def _agree_on_the_rest(self, shares: Mapping[int, Share], hosts: Mapping[int, str]) -> None:
@@ -233,7 +236,7 @@ class Pipeline:
         boundary = next_boundary(self._bytes, ends, progress)
         self._patience = None
         if boundary == ends.back:
-            if self._under_way is None and not all(one.ready for one in progress):
+            if not self._exchanges.started and not all(one.ready for one in progress):
                 self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
@@ -253,29 +256,25 @@ class Pipeline:
         self._recorder.planned(len(self._request.leaves), self._request.mesh_infos, self.course.carried_out)
 
     async def _everything_arrived(self) -> None:
-        """Waits for the last exchange and for all direct reads."""
+        """Waits for the last exchanges and for all direct reads."""
         assert self._reads.direct is not None
-        raised: list[asyncio.Future[Any]] = [self._reads.direct]
-        raised += [] if self._under_way is None else [self._under_way]
+        raised: list[asyncio.Future[Any]] = [self._reads.direct, *self._exchanges.under_way]
         await _ended([*raised, *self._reads.back.under_way], raised)
 
     @property
     def _prepared(self) -> list[asyncio.Future[Any]]:
         """What the next exchange waits for on this process, beside the share."""
-        before = [] if self._under_way is None else [self._under_way]
-        return [*self._compiling.of(self.course.order[self.course.ends.front]), *before]
+        return [*self._compiling.of(self.course.order[self.course.ends.front]), *self._exchanges.before_meeting]
 
     def _kinds(self) -> set[tuple[int, tuple[str, ...]]]:
         ends = self.course.ends
         groups = [self.course.group(place) for place in range(ends.front, ends.back)]
         return {(group.mesh, group.axes) for group in groups}
 
-    async def _take_arrays(self, exchange: asyncio.Future[dict[int, jax.Array]], place: int) -> None:
-        with self._rates.fabric_busy:
-            arrays = await exchange
-        self._arrays |= arrays
-        self._arrived(arrays)
-        self._rates.exchanged(place + 1)
+    def _begin_more_reads(self) -> None:
+        """Begins to read what the memory limit has room for."""
+        if self._at_work and self.course.groups_left:
+            self._reads.begin(self._exchanges.waiting)
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]], raised: Sequence[asyncio.Future[Any]]) -> None:

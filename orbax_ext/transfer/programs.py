@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -120,11 +122,29 @@ def make_assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Devi
 
 async def run_in_thread(function: Callable[[], T], limit: float) -> T:
     """Calls a function that runs programs in a thread, for at most `limit` seconds."""
-    wide = jax.config.jax_enable_x64  # of the caller's thread, which `with jax.enable_x64(True)` may have set
+    return await in_thread(_as_here(function), limit=limit)
+
+
+def start_thread(function: Callable[[], Any]) -> None:
+    """Calls a function that runs programs in a thread that nobody waits for; its errors only go to the log."""
+    call = _as_here(function)
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            logging.info("orbax_ext: an exchange of a restore that has failed: %s", error)
+
+    threading.Thread(target=run, daemon=True, name="orbax_ext exchange").start()
+
+
+def _as_here(function: Callable[[], T]) -> Callable[[], T]:
+    """Returns a function for another thread, where `with jax.enable_x64(True)` of this one would not count."""
+    wide = jax.config.jax_enable_x64
 
     @functools.wraps(function)
     def call() -> T:
         with jax.enable_x64(wide):
             return function()
 
-    return await in_thread(call, limit=limit)
+    return call

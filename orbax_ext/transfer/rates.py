@@ -77,6 +77,10 @@ class LinkRates:
         self._storage.add(read, self.storage_busy.seconds)
         return max(1.0, self._storage.latest)
 
+    def half_of_exchange(self, place: int) -> float | None:
+        """Returns half of the seconds that an exchange is expected to take; None before the first one has ended."""
+        return 0.5 * self._groups[place].link / self.fabric if self.fabric else None
+
     def exchanged(self, count: int) -> None:
         """Takes note that the first `count` groups have arrived."""
         self._fabric.add(sum(group.link for group in self._groups[:count]), self.fabric_busy.seconds)

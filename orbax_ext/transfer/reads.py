@@ -76,12 +76,15 @@ class Reads:
         """How many groups are read from the front and from the back."""
         return len(self.shares.groups_done), self.back.done
 
-    def begin(self) -> None:
-        """Begins to read the shares that may be read."""
+    def begin(self, waiting: int = 0) -> None:
+        """Begins to read the shares that may be read.
+
+        So many groups before them are read and do not travel yet: they count as read ahead.
+        """
         ends, ahead = self._course.ends, self.shares.ahead
         if self._boundary_moves:
             ahead = shares_ahead(ahead, self._course.replicas, ends)
-        self.shares.begin(ends.front + 1 + ahead, ends.back)
+        self.shares.begin(ends.front + 1 + max(0, ahead - waiting), ends.back)
         self._begin_direct_after_groups()
 
     def begin_direct(self) -> None:

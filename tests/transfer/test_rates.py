@@ -47,3 +47,8 @@ def test_rates_of_links_count_the_bytes_of_the_plan(monkeypatch: pytest.MonkeyPa
     assert rates.storage([0, 1], 1) == 30.0
     rates.exchanged(2)
     assert rates.fabric == 30.0
+    assert rates.half_of_exchange(2) == 0.5
+
+
+def test_nobody_knows_how_long_the_first_exchange_takes() -> None:
+    assert LinkRates([GroupBytes(share=10, direct=40, link=30)]).half_of_exchange(0) is None

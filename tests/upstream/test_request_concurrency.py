@@ -20,6 +20,8 @@ from orbax_ext.upstream.stored_arrays import with_request_concurrency
 class Store(http.server.ThreadingHTTPServer):
     """Answers every request for an object with one byte, after a while."""
 
+    throttles = False  # refuses the first request for each object
+
     request_queue_size = 200
     daemon_threads = True
 
@@ -27,6 +29,9 @@ class Store(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.lock = threading.Lock()
         self.under_way = self.most = 0
+        self.refused: set[str] = set()
+        self.answered = 0
+        self.most_unanswered = 0  # objects that were asked for and not answered yet, because they were refused or wait
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -34,6 +39,18 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.server.throttles:
+            with self.server.lock:
+                refuse = self.path not in self.server.refused
+                self.server.refused.add(self.path)
+                unanswered = len(self.server.refused) - self.server.answered
+                self.server.most_unanswered = max(self.server.most_unanswered, unanswered)
+                self.server.answered += not refuse
+            if refuse:
+                self.send_response(503)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
         with self.server.lock:
             self.server.under_way += 1
             self.server.most = max(self.server.most, self.server.under_way)
@@ -86,6 +103,15 @@ def test_more_requests_than_tensorstore_allows_are_under_way(store: Store, monke
 
 def test_no_more_requests_are_under_way_than_were_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_at_a_time(store, monkeypatch, 4, 24) == 4
+
+
+def test_a_request_that_storage_has_refused_keeps_its_place_until_it_is_answered(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.throttles = True
+    assert most_at_a_time(store, monkeypatch, 4, 8) <= 4
+    assert len(store.refused) == 8
+    assert store.most_unanswered <= 4  # so throttling leaves fewer requests under way
 
 
 def test_what_the_user_has_set_for_tensorstore_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
