@@ -101,7 +101,6 @@ class Member:
         self.now = self._started = now
         self._stood_still = 0.0
         self.deadline = math.inf if limits.total is None else now + limits.total
-        self.silence_limit = limits.stall + GRACE + SPREAD + SILENCE  # seconds, for a service that does not answer
         self.wall = 0.0
         # With many processes each one looks less often, so that the load on the service stays the same.
         self.look_every = min(10.0, max(2.0, place.processes / 100), max(limits.stall / 4, 0.5))
@@ -115,6 +114,13 @@ class Member:
         self._reported = -math.inf
         self._working_on: tuple[int, str] | None = None
         self.report_every = max(1.0, place.processes / 200)  # seconds
+
+    def silent_at(self, answered: float) -> float:
+        """Returns when to give up a service that answered last at `answered`: later than a meeting that fails."""
+        grace = GRACE + SPREAD + SILENCE
+        # Also a process that wakes after the limit in all gives the service the time to answer.
+        in_all = max(self.deadline + grace, answered + self.look_every + SILENCE)
+        return min(answered + self.limits.stall + grace, in_all)
 
     def call(self, action: Action) -> Steps:
         """Yields an action; returns the answer."""

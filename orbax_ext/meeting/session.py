@@ -241,7 +241,7 @@ class Session:
             if _abandoned(self):
                 self.leave(_interrupted())
                 return 0.0
-            return self._board.answered + self._member.silence_limit
+            return self._member.silent_at(self._board.answered)
 
         try:
             return watched(lambda: run(steps, self._board), deadline)

@@ -13,7 +13,7 @@ from unittest import mock
 from tests.simulation import processes
 
 _ROOM = "orbax_ext.meeting"
-_MODULES = ("arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
+_MODULES = ("keys", "arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,42 @@ MUTATIONS = (
         "pass",
         seed=20,
     ),
+    Mutation("the grace of the others is dropped", "follower", "self._grace = GRACE +", "self._grace = 0 * GRACE +"),
     Mutation(
-        "the grace of the others is dropped", "follower", "self._grace = GRACE +", "self._grace = -GRACE +", seed=1871
+        "the limit in all is ignored",
+        "protocol",
+        "return waited_too_long or self._waiting.now > self._waiting.deadline + self._grace",
+        "return waited_too_long",
+    ),
+    Mutation(
+        "the limit in all is ignored while the service is silent",
+        "protocol",
+        "return min(answered + self.limits.stall + grace, in_all)",
+        "return answered + self.limits.stall + grace",
+    ),
+    Mutation(
+        "the nonce of an arrival is ignored",
+        "keys",
+        'return f"{self.arrivals}/{process}/{nonce}"',
+        'return f"{self.arrivals}/{process}/0"',
+    ),
+    Mutation(
+        "a process that gives up tells those who have come again since",
+        "protocol",
+        "if other != me and before.get(other) == nonce}",
+        "if other != me}",
+    ),
+    Mutation(
+        "a process that leaves a meeting to which it has come ends the one after it at once",
+        "protocol",
+        "if not decided and error is not None:  #",
+        "if error is not None:  #",
+    ),
+    Mutation(
+        "an answer that is not there is used",
+        "protocol",
+        "return value if stands is None else stands",
+        'return {**stands, "id": stands["id"]}',
     ),
     Mutation(
         "keys of earlier sessions stay",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 KINDS = (
     "crash",  # dies after `seconds`
     "pause",  # is stopped for `seconds`, or longer than the limit
     "slow",  # works longer than the limit, but advances
+    "endless",  # advances for hours; only where a restore has a limit in all
     "stuck",  # would work for hours and does not advance
     "error",  # fails at work
     "interrupt",  # leaves in the middle of its work
     "interrupt arrival",  # leaves while it waits for the others to arrive
+    "interrupt meeting",  # leaves while it waits at a meeting, to which it has brought its outcome
     "lost",  # the answer to one of its calls never comes
     "slow calls",  # each of its calls takes longer, within the limits
     "silence",  # the service does not answer for `seconds`
@@ -79,9 +81,11 @@ def random_plan(seed: int) -> Plan:
     choice = random.Random(f"plan {seed}")
     processes = choice.choices([2, 3, 4, 5, 8, 16, 64], [20, 30, 20, 15, 10, 4, 1])[0]
     restores, meetings, stall = choice.randint(1, 3), choice.randint(0, 3), choice.choice([2.0, 4.0, 8.0])
-    total = choice.choice([None, None, None, stall * 30])
+    total = choice.choice([None, None, stall * choice.uniform(2, 6)])
+    kinds = KINDS if total is not None else [kind for kind in KINDS if kind != "endless"]
     faults = tuple(
-        _random_fault(choice, processes, restores, meetings, stall) for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
+        _random_fault(choice, kinds, processes, restores, meetings, stall)
+        for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
     )
     late, more = _random_shares(seed, processes, restores, meetings)
     return Plan(seed, processes, restores, meetings, stall, total, (*faults, *more), late)
@@ -99,8 +103,10 @@ def _random_shares(seed: int, processes: int, restores: int, meetings: int) -> t
     return choice.choice([0.1, 0.3]), faults
 
 
-def _random_fault(choice: random.Random, processes: int, restores: int, meetings: int, stall: float) -> Fault:
-    kind = choice.choice(KINDS)
+def _random_fault(
+    choice: random.Random, kinds: Sequence[str], processes: int, restores: int, meetings: int, stall: float
+) -> Fault:
+    kind = choice.choice(kinds)
     longest = {"crash": 2 * stall, "pause": 4 * stall, "silence": 3 * stall, "lost": 60}.get(kind, 3 * stall)
     seconds = choice.choice([choice.uniform(0, longest), choice.uniform(0, longest), stall + choice.uniform(2.5, 5)])
     return Fault(

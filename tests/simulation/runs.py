@@ -6,14 +6,18 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from orbax_ext import errors
 from orbax_ext.meeting.protocol import GRACE, SILENCE, SPREAD
 from tests.simulation.plans import HARMLESS, SHARES, Fault, Plan, random_plan, smaller
 from tests.simulation.processes import FINAL, Process, Record
 from tests.simulation.world import World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
+_LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 15.0  # seconds for messages, looks, and the check whether the service answers
-_NOT_TOLD = {"crash", "pause", "lost", "interrupt", "interrupt arrival"}  # such a process may end with another error
+_DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
+_INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
+_NOT_TOLD = {"crash", "pause", "lost", *_INTERRUPTS}  # such a process may end with another error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +54,19 @@ def suspects(plan: Plan) -> set[int]:
     """Returns the processes that may be named in an error: those with a fault that can make a restore fail."""
     if _long_silence(plan):
         return set(range(plan.processes))  # nobody can be heard, and each one gives up when it notices
+    harmful = _harmful(plan)
+    named = {fault.process for fault in harmful if fault.kind != "silence"}
+    if harmful or plan.total is not None:  # a slow process may miss the restore that follows, or reach the limit in all
+        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
+    return named
+
+
+def _harmful(plan: Plan) -> set[Fault]:
+    """Returns the faults that can make a restore fail which has no limit in all."""
     harmful = {
         f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
     }
-    harmful |= {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
-    named = {fault.process for fault in harmful if fault.kind != "silence"}
-    if harmful:  # a slow process may miss the restore that follows a failed one
-        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
-    return named
+    return harmful | {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
 
 
 def _others_can_read(plan: Plan, fault: Fault) -> bool:
@@ -73,9 +82,10 @@ def _others_can_read(plan: Plan, fault: Fault) -> bool:
 def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     records = [record for process in processes for record in process.records]
     healthy = [process for process in processes if not plan.kinds(process.host.number)]
+    yield from (f"process {p.host.number} has {error!r}" for p in processes for error in p.unexpected)
     yield from (f"process {p.host.number} does not end" for p in processes if p.host.alive and not p.finished)
-    if not suspects(plan):
-        yield from (f"fails without a reason: {record}" for record in records if record.error)
+    if not _harmful(plan) and not _long_silence(plan):
+        yield from (f"fails without a reason: {r}" for r in records if r.error and not _ran_out(plan, r, records))
     yield from _check_names(plan, records)
     yield from _check_sessions(plan, records)
     yield from _check_healthy(plan, healthy)
@@ -84,19 +94,49 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     yield from (
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
+    yield from _check_total(plan, records)
     yield from _check_messages(plan, processes)
+
+
+def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """A restore ends within the limit in all plus the grace."""
+    if plan.total is None:
+        return
+    for record in records:
+        if record.overdue > GRACE + SPREAD + SILENCE + _LOOK:
+            yield f"waits {record.overdue:.1f} s longer than the limit in all: {record}"
+        # A process at work that hears nothing does not learn that the restore has ended.
+        deaf = any(fault.kind in _DEAF for fault in plan.faults)
+        if record.seconds > plan.total + GRACE + SPREAD + _LOOK and not deaf:
+            yield f"takes {record.seconds:.1f} s of {plan.total:.1f} s: {record}"
 
 
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
+    deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if not record.named or record.process in guilty:
             continue
-        if not record.named & guilty:
+        if _ran_out(plan, record, records):  # the missing ones may only be at work
+            came = {r.process for r in _of_session(record, records) if r.waited > _LOOK}
+            if not deaf and record.named & came - guilty:
+                yield f"names {sorted(record.named & came)}, who had come: {record}"
+        elif not record.named & guilty:
             yield f"does not name the culprit: {record}"
         elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
             yield f"names an innocent process: {record}"
+
+
+def _ran_out(plan: Plan, record: Record, records: list[Record]) -> bool:
+    """Returns whether a restore may have failed because a process had reached the limit in all."""
+    if plan.total is None or not isinstance(record.error, errors.RestoreTimeoutError):
+        return False
+    return max(each.seconds for each in _of_session(record, records)) >= plan.total
+
+
+def _of_session(record: Record, records: list[Record]) -> list[Record]:
+    return [each for each in records if each is record or (record.session and each.session == record.session)]
 
 
 def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
@@ -111,11 +151,15 @@ def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
 
 
 def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
-    """Each restore ends in the same way on all processes without a fault."""
+    """Each restore ends in the same way on all processes without a fault, also where no session was opened."""
+    if _long_silence(plan) or _left_early(plan):
+        return
     for restore in range(plan.restores):
         ended = [r for p in healthy for r in p.records if r.restore == restore]
-        if len({r.error is None for r in ended}) > 1 and not _long_silence(plan) and not _left_early(plan):
+        if len({r.error is None for r in ended}) > 1:
             yield "only some fail: " + " | ".join(map(str, ended))
+        elif len({str(r.error) for r in ended}) > 1:
+            yield "fail with different errors: " + " | ".join(map(str, ended))
 
 
 def _check_payloads(records: list[Record]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The plans that once failed, as plain data: a seed makes another plan when the way in which faults are drawn changes."""
+"""The plans that once failed, as plain data: when the draws change, the same seed makes another plan."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from orbax_ext.meeting.actions import Action, Count, Delete, Log, Moment, Put, S
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.driver import perform
 
+GONE = "UNAVAILABLE: failed to connect to all addresses"  # the error of a call to a service that has died
 _HEARTBEAT = 100.0  # seconds
 _LATENCY = (0.0005, 0.02)  # seconds of one way of a message
 
@@ -77,7 +78,7 @@ class World:
         if self.dead == "hang":
             return
         if self.dead == "error":
-            call.reply(RuntimeError("UNAVAILABLE: failed to connect to all addresses"))
+            call.reply(RuntimeError(GONE))
         elif self.now < self.silent_until:
             self.after(self.silent_until - self.now + self.latency(), lambda: self.take_effect(call))
         elif isinstance(call.action, Wait) and call.action.key not in self.client._values:
@@ -107,7 +108,7 @@ class Host:
         self.lose_after = -1  # the answer to this one of its calls is lost; -1 for none
         self.slow_calls = 0.0  # seconds that each of its calls takes longer
         self.calls = 0
-        self._start = world.random.uniform(0, 1000)
+        self.ahead = world.random.uniform(0, 1000)  # seconds that its clock is ahead of the world's
         self._wall = world.random.uniform(-30, 30)
         world.hosts.append(self)
 
@@ -117,7 +118,7 @@ class Host:
     @property
     def clock(self) -> float:
         """This process's own clock."""
-        return self._start + self.world.now
+        return self.ahead + self.world.now
 
     def moment(self, answer: Any) -> Moment:
         return Moment(answer, self.clock, self.world.now + self._wall)
