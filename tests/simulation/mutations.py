@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "a reply to a process that has just given up is not taken back",
         "protocol",
-        "if now.nonces.get(other) != nonce:",
-        "if False:",
+        "if now.nonces.get(other) != nonce and",
+        "if False and",
         seed=2675,
     ),
     Mutation(
@@ -110,8 +110,8 @@ MUTATIONS = (
     Mutation(
         "the limit in all is ignored while the service is silent",
         "protocol",
-        "return min(answered + self.limits.stall + grace, in_all)",
-        "return answered + self.limits.stall + grace",
+        "return min(answered + member.limits.stall + grace, in_all)",
+        "return answered + member.limits.stall + grace",
     ),
     Mutation(
         "the nonce of an arrival is ignored",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent
+from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
 from tests.simulation.plans import Fault, Plan
@@ -247,7 +248,7 @@ class Process:
         began = self._world.now
         self._world.advanced = began
         try:
-            return (yield from self.drive(steps, member.silent_at, interrupt=interrupt))
+            return (yield from self.drive(steps, functools.partial(silent_at, member), interrupt=interrupt))
         except SilentServiceError:
             raise service_is_silent(member, self.host.clock) from None
         finally:
@@ -260,13 +261,13 @@ class Process:
     def drive(
         self,
         steps: Steps,
-        silent_at: Callable[[float], float],
+        given_up: Callable[[float], float],
         answered: float | None = None,
         interrupt: Fault | None = None,
     ) -> Program:
         """Runs a machine; raises `SilentServiceError` if the service has not answered since the time `answered`.
 
-        `silent_at` returns how long that is tolerated, by the clock of this process.
+        `given_up` returns how long that is tolerated, by the clock of this process.
         """
 
         def wait(resume: Callable[[Any], None]) -> None:
@@ -279,7 +280,7 @@ class Process:
                     resume(result)
 
             def check() -> None:
-                if not ended and self.host.clock > silent_at(task.answered + self.host.ahead):
+                if not ended and self.host.clock > given_up(task.answered + self.host.ahead):
                     end(SilentServiceError())
                 elif not ended:
                     self.host.after(_CHECK, check)
