@@ -13,7 +13,7 @@ from unittest import mock
 from tests.simulation import processes
 
 _ROOM = "orbax_ext.meeting"
-_MODULES = ("keys", "arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
+_MODULES = ("arrivals", "protocol", "leader", "follower")  # in the order in which they import each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,24 +113,7 @@ MUTATIONS = (
         "return min(answered + member.limits.stall + grace, in_all)",
         "return answered + member.limits.stall + grace",
     ),
-    Mutation(
-        "the nonce of an arrival is ignored",
-        "keys",
-        'return f"{self.arrivals}/{process}/{nonce}"',
-        'return f"{self.arrivals}/{process}/0"',
-    ),
-    Mutation(
-        "a process that gives up tells those who have come again since",
-        "protocol",
-        "if other != me and before.get(other) == nonce}",
-        "if other != me}",
-    ),
-    Mutation(
-        "a process that leaves a meeting to which it has come ends the one after it at once",
-        "protocol",
-        "if not decided and error is not None:  #",
-        "if error is not None:  #",
-    ),
+    Mutation("a session has the nonce of another one", "leader", "self.enter(self.nonce)", 'self.enter("0")'),
     Mutation(
         "an answer that is not there is used",
         "protocol",

@@ -81,7 +81,7 @@ def random_plan(seed: int) -> Plan:
     choice = random.Random(f"plan {seed}")
     processes = choice.choices([2, 3, 4, 5, 8, 16, 64], [20, 30, 20, 15, 10, 4, 1])[0]
     restores, meetings, stall = choice.randint(1, 3), choice.randint(0, 3), choice.choice([2.0, 4.0, 8.0])
-    total = choice.choice([None, None, stall * choice.uniform(2, 6)])
+    total = choice.choice([None, None, max(4.0, stall * choice.choice([choice.uniform(0.5, 2), choice.uniform(2, 6)]))])
     kinds = KINDS if total is not None else [kind for kind in KINDS if kind != "endless"]
     faults = tuple(
         _random_fault(choice, kinds, processes, restores, meetings, stall)
@@ -115,12 +115,15 @@ def _random_fault(
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Yields plans with fewer faults, processes, restores and meetings than this one."""
+    """Yields plans with fewer faults, processes, restores and meetings than this one, or with lower numbers."""
     for number in range(len(plan.faults)):
         yield dataclasses.replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
     for fewer in sorted({2, 3, plan.processes // 2, plan.processes - 1}):
         if max((fault.process for fault in plan.faults), default=0) < fewer < plan.processes and fewer > 1:
             yield dataclasses.replace(plan, processes=fewer)
+    renumbered = _renumbered(plan)
+    if renumbered != plan.faults:
+        yield dataclasses.replace(plan, faults=renumbered)
     if plan.restores > 1 + max((fault.restore for fault in plan.faults), default=0):
         yield dataclasses.replace(plan, restores=plan.restores - 1)
     if plan.meetings:
@@ -130,3 +133,9 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         yield dataclasses.replace(plan, late=math.inf, faults=shares)
     if plan.total is not None:
         yield dataclasses.replace(plan, total=None)
+
+
+def _renumbered(plan: Plan) -> tuple[Fault, ...]:
+    """Returns the faults with the lowest numbers of processes, so that processes without one can go. 0 stays 0."""
+    numbers = {process: number for number, process in enumerate(sorted({0} | {fault.process for fault in plan.faults}))}
+    return tuple(dataclasses.replace(fault, process=numbers[fault.process]) for fault in plan.faults)

@@ -315,7 +315,7 @@ class Process:
         self.host.alive = False
         self._world.note(self.host, "dies")
         if self._number == LEADER:
-            self._world.die(self._world.random.choice(["hang", "error"]))
+            self._world.die(self._world.random.choice(["ends", "hang", "error"]))
 
     def _pause(self, seconds: float) -> None:
         self._world.note(self.host, f"is stopped for {seconds:.2f} s")

@@ -56,6 +56,18 @@ def test_a_failing_plan_is_made_smaller() -> None:
     assert (smallest.plan.processes, smallest.plan.restores, smallest.plan.faults) == (2, 1, ())
 
 
+def test_processes_of_a_failing_plan_are_renumbered() -> None:
+    faults = (plans.Fault("never", 5, 0, 1, 1.0), plans.Fault("error", 7, 0, 1, 1.0))
+    plan = plans.Plan(1, 8, 1, 1, 4.0, None, faults)
+    mutation = next(
+        each for each in mutations.MUTATIONS if each.name == "those who wait are not told that a process has given up"
+    )
+    with mutations.applied(mutation):
+        smallest = runs.shrink(plan)
+    assert smallest.problems
+    assert (smallest.plan.processes, [fault.process for fault in smallest.plan.faults]) == (3, [1])
+
+
 def test_the_same_seed_makes_the_same_run() -> None:
     first, second = (runs.run(plans.random_plan(3), tracing=True) for _ in range(2))
     assert first.trace == second.trace
