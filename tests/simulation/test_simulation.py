@@ -44,6 +44,13 @@ def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     assert failed is not None
 
 
+def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:
+    plan = plans.Plan(0, 3, 1, 1, 8.0, 4.0, (plans.Fault("silence", 1, 0, 1, 30.0),))
+    assert runs.run(plan).problems == ()
+    with mutations.applied(mutations.SILENCE_WITHOUT_LIMIT):
+        assert "longer than the limit in all" in runs.run(plan).problems[0]
+
+
 def test_a_failing_plan_is_made_smaller() -> None:
     fault = plans.Fault("error", 1, 0, 1, 1.0)
     harmless = plans.Fault("slow calls", 2, 1, 1, 1.0)
