@@ -81,6 +81,7 @@ class Process:
     def __init__(self, world: World, plan: Plan, number: int) -> None:
         self.host = Host(world, number)
         self.records: list[Record] = []
+        self.left_keys = False  # it could not remove its keys, as the service was silent
         self.unexpected: list[Exception] = []  # that no process can expect, whatever goes wrong
         self.finished = False
         self._world = world
@@ -161,7 +162,7 @@ class Process:
         try:
             yield from self.drive(member.leave(error), _after(LEAVE_LIMIT), answered)
         except SilentServiceError:
-            pass
+            self.left_keys = True
         except Exception as problem:
             self._world.note(self.host, f"could not leave: {problem}")
             self._expect(problem)

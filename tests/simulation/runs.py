@@ -42,7 +42,7 @@ def run(plan: Plan, *, tracing: bool = False) -> Run:
         ended = world.run(_LONGEST)
         problems += [] if ended else ["the run does not end"]
         problems += _check(plan, processes)
-        problems += _check_keys(plan, world)
+        problems += _check_keys(plan, world, processes)
         if ended and all(process.host.alive for process in processes):
             problems += _check_final(plan, world, processes)
     except Exception as error:  # a defect of the protocol that shows as an exception of its own
@@ -197,9 +197,10 @@ def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
             yield f"process {process.host.number} sends {process.host.calls} messages; at most {most:.0f} are expected"
 
 
-def _check_keys(plan: Plan, world: World) -> Iterator[str]:
+def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[str]:
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
+    lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
     left = [key for key, _ in world.client.key_value_dir_get("")]
     if left and not lost and not _long_silence(plan) and not _left_early(plan):
         yield f"keys are left: {left}"
