@@ -91,7 +91,7 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     yield from _check_sessions(plan, records)
     yield from _check_healthy(plan, healthy)
     yield from _check_payloads(records)
-    limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN
+    limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN + _slow(plan)
     yield from (
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
@@ -99,13 +99,17 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     yield from _check_messages(plan, processes)
 
 
+def _slow(plan: Plan) -> float:
+    """Returns the seconds that slow calls take. Process 0 makes calls for each of the others; they see it advance."""
+    longest = max((fault.seconds for fault in plan.faults if fault.kind == "slow calls"), default=0.0)
+    return min(longest, plan.stall) / 20 * (20 + 2 * plan.processes)
+
+
 def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A restore ends within the limit in all plus the grace."""
     if plan.total is None:
         return
-    # Process 0 makes calls for each of the others, also to remove what they leave behind.
-    slow = max((f.seconds for f in plan.faults if f.kind == "slow calls"), default=0.0)
-    slow = min(slow, plan.stall) / 20 * (20 + 2 * plan.processes)
+    slow = _slow(plan)
     deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if record.overdue > GRACE + SPREAD + SILENCE + _LOOK + slow:
