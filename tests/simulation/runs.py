@@ -163,8 +163,9 @@ def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
     """Each restore ends in the same way on all processes without a fault, also where no session was opened."""
     if _long_silence(plan) or _left_early(plan):
         return
-    # Without process 0, two that give up within the time of a message both decide, and their seconds may differ.
-    alone = {"never", "late", "absent"} & plan.kinds(0)
+    # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
+    # seconds may differ.
+    alone = {"never", "late", "absent", "slow calls"} & plan.kinds(0)
 
     def how(record: Record) -> object:
         return (type(record.error), record.named) if alone else str(record.error)
