@@ -82,7 +82,7 @@ faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults ## test-faults, and write bench/results/faults.md
 
 simulate: $(NEWEST)/.ready ## the protocol of the meetings in simulated worlds, on all cores (SEEDS=100000, or SEED=17 for one with its trace)
-	$(NEWEST)/bin/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	$(NEWEST)/bin/python -m tests.simulation $(if $(RECORDED),--recorded $(RECORDED),$(if $(SEED),--seed $(SEED),--seeds $(SEEDS)))
 
 check: $(NEWEST)/.ready ## lint, format check, strict types
 	$(NEWEST)/bin/ruff check .

@@ -36,6 +36,10 @@ _LONGEST = [
 ]
 
 
+# Files whose tests share nothing that is slow to make, and take long: any worker runs any of them.
+_APART = {"simulation/test_simulation"}
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # the only process, or the one that starts the workers
         compilation_cache.prune()
@@ -47,8 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         file = item.path.relative_to(item.config.rootpath)
         group = str(file.parent if file.parent.name == "placement" else file)
-        item.add_marker(pytest.mark.xdist_group(group))
         name = group.removeprefix("tests/").removesuffix(".py")
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if name in _APART else group))
         ranks[item] = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
     if items and hasattr(items[0].config, "workerinput"):
         items.sort(key=lambda item: ranks[item])

@@ -47,7 +47,7 @@ LIGHT = (
     "patch --help",
     "run --help",
 )  # commands that do not need JAX
-PROTOCOL_MODULES = ("actions", "keys", "arrivals", "protocol", "leader", "follower", "wire")
+PROTOCOL_MODULES = ("terms", "actions", "keys", "arrivals", "protocol", "leader", "follower", "wire")
 PROTOCOL = tuple(f"orbax_ext.meeting.{name}" for name in PROTOCOL_MODULES)
 MOST_FILES, MOST_LINES, MOST_METHODS = 17, 350, 20
 
@@ -105,6 +105,11 @@ def test_no_room_has_an_import_cycle() -> None:
 def test_planning_and_protocol_are_pure(module: str) -> None:
     assert {name.split(".")[0] for name in imported_names(module)} <= PURE
     assert {LAYER_OF[room(name)] for name in own_imports(module)} <= {0, LAYER_OF[room(module)]}
+
+
+@pytest.mark.parametrize("module", PROTOCOL)
+def test_protocol_modules_import_only_each_other_and_the_first_layer(module: str) -> None:
+    assert {name for name in own_imports(module) if LAYER_OF[room(name)] > 0} <= set(PROTOCOL)
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if room(module) != "upstream"])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias
 
-from orbax_ext.meeting.board import MAX_VALUE
+from orbax_ext.meeting.terms import MAX_VALUE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

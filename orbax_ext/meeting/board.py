@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from orbax_ext.meeting.terms import MAX_VALUE
+
 CLOSE_LIMIT = 1.0  # seconds for a write that is under way: what it writes later, nobody would remove
-MAX_VALUE = 1 << 16  # characters of one process's contribution to a meeting
 
 
 class Client(Protocol):

@@ -24,9 +24,8 @@ from typing import Any, TypeAlias
 from orbax_ext import errors, text
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Moment, Put, Read, Sleep, Steps
 from orbax_ext.meeting.arrivals import CAME, Arrivals
-from orbax_ext.meeting.board import MAX_VALUE
 from orbax_ext.meeting.keys import SessionKeys, SubjectKeys
-from orbax_ext.meeting.terms import Limits, Place, Word
+from orbax_ext.meeting.terms import MAX_VALUE, Limits, Place, Word
 from orbax_ext.meeting.wire import Contribution, failure_to_json, restore_error_from_json, restore_error_to_json
 
 LEADER = 0
@@ -101,7 +100,6 @@ class Member:
         self.now = self._started = now
         self._stood_still = 0.0
         self.deadline = math.inf if limits.total is None else now + limits.total
-        self.silence_limit = limits.stall + GRACE + SPREAD + SILENCE  # seconds, for a service that does not answer
         self.wall = 0.0
         # With many processes each one looks less often, so that the load on the service stays the same.
         self.look_every = min(10.0, max(2.0, place.processes / 100), max(limits.stall / 4, 0.5))
@@ -191,7 +189,8 @@ class Member:
             yield from self.call(Put(self.keys.reply(LEADER, told[LEADER]), reply, self.most, once=True))
             now = yield from self.arrivals()
         for other, nonce in told.items():
-            if now.nonces.get(other) != nonce:
+            # Not a reply of process 0, which would take this process for one that has entered its session.
+            if now.nonces.get(other) != nonce and ERROR in now.replies.get((other, nonce), {}):
                 yield from self.call(Delete(self.keys.reply(other, nonce)))
 
     def beat(self) -> Steps:
@@ -302,6 +301,14 @@ def _departure(member: Member, error: BaseException | None) -> errors.RestoreFai
     why = "left the restore early" if error is None else failure_to_json(error)["error"]
     failure = errors.ProcessFailure(member.place.host, member.phase, why)
     return errors.RestoreFailedError({member.place.process: failure})
+
+
+def silent_at(member: Member, answered: float) -> float:
+    """Returns when to give up a service that answered last at `answered`: later than a meeting that fails."""
+    grace = GRACE + SPREAD + SILENCE
+    # Also a process that wakes after the limit in all gives the service the time to answer.
+    in_all = max(member.deadline + grace, answered + member.look_every + SILENCE)
+    return min(answered + member.limits.stall + grace, in_all)
 
 
 def service_is_silent(member: Member, now: float) -> errors.RestoreTimeoutError:

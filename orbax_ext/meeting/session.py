@@ -39,6 +39,7 @@ from orbax_ext.meeting.protocol import (
     ONLY_WAITED,
     clock_offset,
     service_is_silent,
+    silent_at,
 )
 from orbax_ext.meeting.terms import Limits as Limits
 from orbax_ext.meeting.terms import Place, Word
@@ -241,7 +242,7 @@ class Session:
             if _abandoned(self):
                 self.leave(_interrupted())
                 return 0.0
-            return self._board.answered + self._member.silence_limit
+            return silent_at(self._member, self._board.answered)
 
         try:
             return watched(lambda: run(steps, self._board), deadline)

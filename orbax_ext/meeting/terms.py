@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import math
 
+MAX_VALUE = 1 << 16  # characters of one process's contribution to a meeting
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from orbax_ext.meeting.board import MAX_VALUE, Board, ClosedError, LocalClient
+from orbax_ext.meeting.board import Board, ClosedError, LocalClient
+from orbax_ext.meeting.terms import MAX_VALUE
 from tests.support.coordination import SharedClient
 
 pytestmark = pytest.mark.once

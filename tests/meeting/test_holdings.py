@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from orbax_ext.meeting import holdings
-from orbax_ext.meeting.board import MAX_VALUE
+from orbax_ext.meeting.terms import MAX_VALUE
 
 
 def test_entries_come_back_as_they_were() -> None:

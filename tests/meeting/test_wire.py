@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orbax_ext import errors
 from orbax_ext.meeting import wire
-from orbax_ext.meeting.board import MAX_VALUE
+from orbax_ext.meeting.terms import MAX_VALUE
 
 HOSTS = {0: "host0", 1: "host1"}
 VALUES = st.one_of(

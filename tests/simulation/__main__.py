@@ -2,6 +2,7 @@
 
 python -m tests.simulation --seeds 100000 [--first 0]
 python -m tests.simulation --seed 17
+python -m tests.simulation --recorded 37
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent import futures
 
-from tests.simulation import plans, runs
+from tests.simulation import plans, runs, track_record
 
 _CHUNK = 250  # seeds
 _MOST_LINES = 400  # of a trace
@@ -24,9 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3000, help="how many (3000)")
     parser.add_argument("--first", type=int, default=0, help="the first one (0)")
     parser.add_argument("--seed", type=int, help="only this one, with its trace")
+    parser.add_argument("--recorded", choices=track_record.load(), metavar="SEED", help="one of the track record")
     args = parser.parse_args(argv)
-    if args.seed is not None:
-        ended = runs.run(plans.random_plan(args.seed), tracing=True)
+    if args.seed is not None or args.recorded is not None:
+        plan = plans.random_plan(args.seed) if args.recorded is None else track_record.load()[args.recorded]
+        ended = runs.run(plan, tracing=True)
         _show(ended)
         if ended.problems:
             _show_smallest(ended.plan)
@@ -67,6 +70,7 @@ def _show(ended: runs.Run) -> None:
     print("\n".join(ended.trace[-_MOST_LINES:]))
     print(ended.plan)
     print("\n".join(ended.problems) or "nothing is wrong")
+    print(f"For the track record:\n{track_record.line(ended.plan)}")
     print(f"Run it again: make simulate SEED={ended.plan.seed}\n")
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 KINDS = (
     "crash",  # dies after `seconds`
     "pause",  # is stopped for `seconds`, or longer than the limit
     "slow",  # works longer than the limit, but advances
+    "endless",  # advances for hours; only where a restore has a limit in all
     "stuck",  # would work for hours and does not advance
     "error",  # fails at work
     "interrupt",  # leaves in the middle of its work
     "interrupt arrival",  # leaves while it waits for the others to arrive
+    "interrupt meeting",  # leaves while it waits at a meeting, to which it has brought its outcome
     "lost",  # the answer to one of its calls never comes
     "slow calls",  # each of its calls takes longer, within the limits
     "silence",  # the service does not answer for `seconds`
@@ -79,9 +81,11 @@ def random_plan(seed: int) -> Plan:
     choice = random.Random(f"plan {seed}")
     processes = choice.choices([2, 3, 4, 5, 8, 16, 64], [20, 30, 20, 15, 10, 4, 1])[0]
     restores, meetings, stall = choice.randint(1, 3), choice.randint(0, 3), choice.choice([2.0, 4.0, 8.0])
-    total = choice.choice([None, None, None, stall * 30])
+    total = choice.choice([None, None, max(4.0, stall * choice.choice([choice.uniform(0.5, 2), choice.uniform(2, 6)]))])
+    kinds = KINDS if total is not None else [kind for kind in KINDS if kind != "endless"]
     faults = tuple(
-        _random_fault(choice, processes, restores, meetings, stall) for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
+        _random_fault(choice, kinds, processes, restores, meetings, stall)
+        for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
     )
     late, more = _random_shares(seed, processes, restores, meetings)
     return Plan(seed, processes, restores, meetings, stall, total, (*faults, *more), late)
@@ -99,8 +103,10 @@ def _random_shares(seed: int, processes: int, restores: int, meetings: int) -> t
     return choice.choice([0.1, 0.3]), faults
 
 
-def _random_fault(choice: random.Random, processes: int, restores: int, meetings: int, stall: float) -> Fault:
-    kind = choice.choice(KINDS)
+def _random_fault(
+    choice: random.Random, kinds: Sequence[str], processes: int, restores: int, meetings: int, stall: float
+) -> Fault:
+    kind = choice.choice(kinds)
     longest = {"crash": 2 * stall, "pause": 4 * stall, "silence": 3 * stall, "lost": 60}.get(kind, 3 * stall)
     seconds = choice.choice([choice.uniform(0, longest), choice.uniform(0, longest), stall + choice.uniform(2.5, 5)])
     return Fault(
@@ -109,12 +115,15 @@ def _random_fault(choice: random.Random, processes: int, restores: int, meetings
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Yields plans with fewer faults, processes, restores and meetings than this one."""
+    """Yields plans with fewer faults, processes, restores and meetings than this one, or with lower numbers."""
     for number in range(len(plan.faults)):
         yield dataclasses.replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
     for fewer in sorted({2, 3, plan.processes // 2, plan.processes - 1}):
         if max((fault.process for fault in plan.faults), default=0) < fewer < plan.processes and fewer > 1:
             yield dataclasses.replace(plan, processes=fewer)
+    renumbered = _renumbered(plan)
+    if renumbered != plan.faults:
+        yield dataclasses.replace(plan, faults=renumbered)
     if plan.restores > 1 + max((fault.restore for fault in plan.faults), default=0):
         yield dataclasses.replace(plan, restores=plan.restores - 1)
     if plan.meetings:
@@ -124,3 +133,9 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         yield dataclasses.replace(plan, late=math.inf, faults=shares)
     if plan.total is not None:
         yield dataclasses.replace(plan, total=None)
+
+
+def _renumbered(plan: Plan) -> tuple[Fault, ...]:
+    """Returns the faults with the lowest numbers of processes, so that processes without one can go. 0 stays 0."""
+    numbers = {process: number for number, process in enumerate(sorted({0} | {fault.process for fault in plan.faults}))}
+    return tuple(dataclasses.replace(fault, process=numbers[fault.process]) for fault in plan.faults)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
@@ -18,11 +19,11 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent
+from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
 from tests.simulation.plans import Fault, Plan
-from tests.simulation.world import Host, Task, World
+from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
 FINAL = 1000  # the number of the restore that follows when all faults are over
@@ -44,6 +45,9 @@ class OtherTreeError(Exception):
     """The processes do not ask for the same."""
 
 
+_EXPECTED = (errors.RestoreFailedError, errors.RestoreTimeoutError, InterruptError, OtherTreeError, SilentServiceError)
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """How one restore of one process ended."""
@@ -53,7 +57,10 @@ class Record:
     session: str
     error: Exception | None
     overtime: float  # the longest wait at a meeting after any process advanced last
-    payloads: tuple[Any, ...] = ()  # what the processes brought to each meeting
+    overdue: float  # the longest wait at a meeting after the limit in all
+    waited: float  # the last wait at a meeting; 0 if it ended at work
+    seconds: float  # that the restore took
+    payloads: tuple[Any, ...]  # what the processes brought to each meeting
 
     @property
     def named(self) -> frozenset[int]:
@@ -74,6 +81,8 @@ class Process:
     def __init__(self, world: World, plan: Plan, number: int) -> None:
         self.host = Host(world, number)
         self.records: list[Record] = []
+        self.left_keys = False  # it could not remove its keys, as the service was silent
+        self.unexpected: list[Exception] = []  # that no process can expect, whatever goes wrong
         self.finished = False
         self._world = world
         self._plan = plan
@@ -82,7 +91,7 @@ class Process:
         self._sessions = 0
         self._hosts_met: dict[int, str] = {}
         self._tasks: list[Task] = []
-        self._overtime = 0.0
+        self._overtime = self._overdue = self._waited = 0.0
         self._payloads: list[Any] = []
 
     def start(self, program: Program) -> None:
@@ -121,9 +130,9 @@ class Process:
     def _stay_away(self) -> Program:
         key = SubjectKeys(SUBJECT).absence(self._number)
         with contextlib.suppress(SilentServiceError, RuntimeError):
-            yield from self.drive(_call(Put(key, {"why": "no such step"})), 60)
+            yield from self.drive(_call(Put(key, {"why": "no such step"})), _after(60))
             yield self._sleep(3 * self._plan.stall + 10)
-            yield from self.drive(_call(Delete(key)), 60)
+            yield from self.drive(_call(Delete(key)), _after(60))
 
     def _restore(self, restore: int, faults: dict[str, Fault]) -> Program:
         self._begin_faults(faults)
@@ -135,12 +144,15 @@ class Process:
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
         if isinstance(member, Leader):
             member.longest_pause = 0.25  # fewer events
-        self._tasks, self._overtime, self._payloads = [], 0.0, []
+        self._tasks, self._payloads = [], []
+        self._overtime = self._overdue = self._waited = 0.0
         error: Exception | None = None
+        began = self._world.now
         try:
             yield from self._meetings(member, restore, faults)
         except Exception as raised:
             error = raised
+            self._expect(raised)
         answered = max((task.answered for task in self._tasks), default=self._world.now)
         for task in self._tasks:
             task.abandoned = True
@@ -148,13 +160,31 @@ class Process:
         while any(task.writing for task in self._tasks) and self._world.now < closed:
             yield self._sleep(0.02)
         try:
-            yield from self.drive(member.leave(error), LEAVE_LIMIT, answered)
+            yield from self.drive(member.leave(error), _after(LEAVE_LIMIT), answered)
         except SilentServiceError:
-            pass
+            self.left_keys = True
         except Exception as problem:
             self._world.note(self.host, f"could not leave: {problem}")
-        self.records.append(Record(self._number, restore, member.id, error, self._overtime, tuple(self._payloads)))
-        self._world.note(self.host, str(self.records[-1]))
+            self._expect(problem)
+        record = Record(
+            self._number,
+            restore,
+            member.id,
+            error,
+            self._overtime,
+            self._overdue,
+            self._waited,
+            self._world.now - began,
+            tuple(self._payloads),
+        )
+        self.records.append(record)
+        self._world.note(self.host, str(record))
+
+    def _expect(self, error: Exception) -> None:
+        """Collects an error that shows a defect: neither one of a restore nor of a service that is gone."""
+        gone = isinstance(error, RuntimeError) and str(error) == GONE and self._world.dead is not None
+        if not gone and not isinstance(error, _EXPECTED):
+            self.unexpected.append(error)
 
     def _meetings(self, member: Role, restore: int, faults: dict[str, Fault]) -> Program:
         tree = "other" if "other tree" in faults else "tree"
@@ -172,7 +202,7 @@ class Process:
                 mine[TOOK] = 0.0 if mine["late"] else self._world.now - began
             if "error" in faults and faults["error"].meeting == number:
                 mine |= wire.failure_to_json(OSError("disk gone"))
-            found = yield from self._wait(member, member.meet(f"work {number}", mine))
+            found = yield from self._wait(member, member.meet(f"work {number}", mine), now.get("interrupt meeting"))
             self._payloads.append(found)
             if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
                 raise errors.restore_failed(failed)
@@ -180,12 +210,13 @@ class Process:
     def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
         """Works for a while; returns whether this process is asked to come without its work, and can."""
         seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
-        if "slow" in faults or "stuck" in faults:
-            seconds = (3 if "slow" in faults else 1000) * self._plan.stall
+        if {"slow", "endless", "stuck"} & set(faults):
+            seconds = (1000 if {"endless", "stuck"} & set(faults) else 3) * self._plan.stall
         elif "late share" in faults or "stalled share" in faults:
             seconds = (3 if "late share" in faults else 1000) * self._plan.stall
         advances = "stuck" not in faults and "stalled share" not in faults
-        alone = {"slow", "stuck"} & set(faults) and not {"late share", "stalled share"} & set(faults)
+        self._waited = 0.0
+        alone = {"slow", "endless", "stuck"} & set(faults) and not {"late share", "stalled share"} & set(faults)
         may_ask = not math.isinf(self._plan.late) and not alone
         ticker: Task | None = None
         word = Word.NONE
@@ -193,6 +224,8 @@ class Process:
         def reported(result: Any) -> None:
             nonlocal word
             word = result if isinstance(result, Word) else Word.NONE
+            if isinstance(result, Exception):
+                self._expect(result)
 
         end = self._world.now + seconds
         while self._world.now < end:
@@ -216,17 +249,27 @@ class Process:
         began = self._world.now
         self._world.advanced = began
         try:
-            return (yield from self.drive(steps, member.silence_limit, interrupt=interrupt))
+            return (yield from self.drive(steps, functools.partial(silent_at, member), interrupt=interrupt))
         except SilentServiceError:
             raise service_is_silent(member, self.host.clock) from None
         finally:
-            since = max(began, self._world.advanced, self.host.stopped_until, self._world.silent_until)
-            self._overtime = max(self._overtime, self._world.now - since)
+            now, stopped = self._world.now, self.host.stopped_until
+            since = max(began, self._world.advanced, stopped, self._world.silent_until)
+            self._overtime = max(self._overtime, now - since)
+            self._overdue = max(self._overdue, now - max(began, stopped, member.deadline - self.host.ahead))
+            self._waited = now - began
 
     def drive(
-        self, steps: Steps, limit: float, answered: float | None = None, interrupt: Fault | None = None
+        self,
+        steps: Steps,
+        given_up: Callable[[float], float],
+        answered: float | None = None,
+        interrupt: Fault | None = None,
     ) -> Program:
-        """Runs a machine; raises `SilentServiceError` if the service stops answering for `limit` seconds."""
+        """Runs a machine; raises `SilentServiceError` if the service has not answered since the time `answered`.
+
+        `given_up` returns how long that is tolerated, by the clock of this process.
+        """
 
         def wait(resume: Callable[[Any], None]) -> None:
             ended = False
@@ -238,7 +281,7 @@ class Process:
                     resume(result)
 
             def check() -> None:
-                if not ended and self._world.now > task.answered + limit:
+                if not ended and self.host.clock > given_up(task.answered + self.host.ahead):
                     end(SilentServiceError())
                 elif not ended:
                     self.host.after(_CHECK, check)
@@ -273,7 +316,7 @@ class Process:
         self.host.alive = False
         self._world.note(self.host, "dies")
         if self._number == LEADER:
-            self._world.die(self._world.random.choice(["hang", "error"]))
+            self._world.die(self._world.random.choice(["ends", "hang", "error"]))
 
     def _pause(self, seconds: float) -> None:
         self._world.note(self.host, f"is stopped for {seconds:.2f} s")
@@ -284,6 +327,10 @@ class Process:
     def _silence(self, seconds: float) -> None:
         self._world.note("service", f"is silent for {seconds:.2f} s")
         self._world.silent_until = max(self._world.silent_until, self._world.now + seconds)
+
+
+def _after(seconds: float) -> Callable[[float], float]:
+    return lambda answered: answered + seconds
 
 
 def _call(action: Action) -> Steps:

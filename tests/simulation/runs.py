@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from orbax_ext.meeting.protocol import GRACE, SILENCE, SPREAD
+from orbax_ext import errors
+from orbax_ext.meeting.protocol import GRACE, RESTORE_ERRORS, SILENCE, SPREAD
 from tests.simulation.plans import HARMLESS, SHARES, Fault, Plan, random_plan, smaller
 from tests.simulation.processes import FINAL, Process, Record
 from tests.simulation.world import World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
+_LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 15.0  # seconds for messages, looks, and the check whether the service answers
-_NOT_TOLD = {"crash", "pause", "lost", "interrupt", "interrupt arrival"}  # such a process may end with another error
+_DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
+_INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
+_NOT_TOLD = {"crash", "pause", "lost", *_INTERRUPTS}  # such a process may end with another error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +42,9 @@ def run(plan: Plan, *, tracing: bool = False) -> Run:
         ended = world.run(_LONGEST)
         problems += [] if ended else ["the run does not end"]
         problems += _check(plan, processes)
-        problems += _check_keys(plan, world)
+        problems += _check_keys(plan, world, processes)
         if ended and all(process.host.alive for process in processes):
-            problems += _check_final(world, processes)
+            problems += _check_final(plan, world, processes)
     except Exception as error:  # a defect of the protocol that shows as an exception of its own
         problems.append(f"exception in the simulation: {error!r}")
     records = tuple(record for process in processes for record in process.records)
@@ -50,14 +55,19 @@ def suspects(plan: Plan) -> set[int]:
     """Returns the processes that may be named in an error: those with a fault that can make a restore fail."""
     if _long_silence(plan):
         return set(range(plan.processes))  # nobody can be heard, and each one gives up when it notices
+    harmful = _harmful(plan)
+    named = {fault.process for fault in harmful if fault.kind != "silence"}
+    if harmful or plan.total is not None:  # a slow process may miss the restore that follows, or reach the limit in all
+        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
+    return named
+
+
+def _harmful(plan: Plan) -> set[Fault]:
+    """Returns the faults that can make a restore fail which has no limit in all."""
     harmful = {
         f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
     }
-    harmful |= {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
-    named = {fault.process for fault in harmful if fault.kind != "silence"}
-    if harmful:  # a slow process may miss the restore that follows a failed one
-        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
-    return named
+    return harmful | {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
 
 
 def _others_can_read(plan: Plan, fault: Fault) -> bool:
@@ -73,30 +83,69 @@ def _others_can_read(plan: Plan, fault: Fault) -> bool:
 def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     records = [record for process in processes for record in process.records]
     healthy = [process for process in processes if not plan.kinds(process.host.number)]
+    yield from (f"process {p.host.number} has {error!r}" for p in processes for error in p.unexpected)
     yield from (f"process {p.host.number} does not end" for p in processes if p.host.alive and not p.finished)
-    if not suspects(plan):
-        yield from (f"fails without a reason: {record}" for record in records if record.error)
+    if not _harmful(plan) and not _long_silence(plan):
+        yield from (f"fails without a reason: {r}" for r in records if r.error and not _ran_out(plan, r, records))
     yield from _check_names(plan, records)
     yield from _check_sessions(plan, records)
     yield from _check_healthy(plan, healthy)
     yield from _check_payloads(records)
-    limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN
+    limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN + _slow(plan)
     yield from (
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
+    yield from _check_total(plan, records)
     yield from _check_messages(plan, processes)
+
+
+def _slow(plan: Plan) -> float:
+    """Returns the seconds that slow calls take. Process 0 makes calls for each of the others; they see it advance."""
+    longest = max((fault.seconds for fault in plan.faults if fault.kind == "slow calls"), default=0.0)
+    return min(longest, plan.stall) / 20 * (20 + 2 * plan.processes)
+
+
+def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """A restore ends within the limit in all plus the grace."""
+    if plan.total is None:
+        return
+    slow = _slow(plan)
+    deaf = any(fault.kind in _DEAF for fault in plan.faults)
+    for record in records:
+        if record.overdue > GRACE + SPREAD + SILENCE + _LOOK + slow:
+            yield f"waits {record.overdue:.1f} s longer than the limit in all: {record}"
+        # A process at work that hears nothing does not learn that the restore has ended.
+        if record.seconds > plan.total + GRACE + SPREAD + _LOOK + slow and not deaf:
+            yield f"takes {record.seconds:.1f} s of {plan.total:.1f} s: {record}"
 
 
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
+    deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if not record.named or record.process in guilty:
             continue
-        if not record.named & guilty:
+        failed = isinstance(record.error, errors.RestoreFailedError)
+        if _ran_out(plan, record, records) and (not failed or record.named & guilty):  # the missing may only be at work
+            came = {r.process for r in _of_session(record, records) if r.waited > _LOOK}
+            if not deaf and record.named & came - guilty:
+                yield f"names {sorted(record.named & came)}, who had come: {record}"
+        elif not record.named & guilty:
             yield f"does not name the culprit: {record}"
         elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
             yield f"names an innocent process: {record}"
+
+
+def _ran_out(plan: Plan, record: Record, records: list[Record]) -> bool:
+    """Returns whether a restore may have failed because a process had reached the limit in all."""
+    if plan.total is None or not isinstance(record.error, RESTORE_ERRORS):
+        return False
+    return max(each.seconds for each in _of_session(record, records)) >= plan.total
+
+
+def _of_session(record: Record, records: list[Record]) -> list[Record]:
+    return [each for each in records if each is record or (record.session and each.session == record.session)]
 
 
 def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
@@ -111,11 +160,22 @@ def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
 
 
 def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
-    """Each restore ends in the same way on all processes without a fault."""
+    """Each restore ends in the same way on all processes without a fault, also where no session was opened."""
+    if _long_silence(plan) or _left_early(plan):
+        return
+    # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
+    # seconds may differ.
+    alone = {"never", "late", "absent", "slow calls"} & plan.kinds(0)
+
+    def how(record: Record) -> object:
+        return (type(record.error), record.named) if alone else str(record.error)
+
     for restore in range(plan.restores):
         ended = [r for p in healthy for r in p.records if r.restore == restore]
-        if len({r.error is None for r in ended}) > 1 and not _long_silence(plan) and not _left_early(plan):
+        if len({r.error is None for r in ended}) > 1:
             yield "only some fail: " + " | ".join(map(str, ended))
+        elif len({how(r) for r in ended}) > 1:
+            yield "fail with different errors: " + " | ".join(map(str, ended))
 
 
 def _check_payloads(records: list[Record]) -> Iterator[str]:
@@ -142,15 +202,16 @@ def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
             yield f"process {process.host.number} sends {process.host.calls} messages; at most {most:.0f} are expected"
 
 
-def _check_keys(plan: Plan, world: World) -> Iterator[str]:
+def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[str]:
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
+    lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
     left = [key for key, _ in world.client.key_value_dir_get("")]
     if left and not lost and not _long_silence(plan) and not _left_early(plan):
         yield f"keys are left: {left}"
 
 
-def _check_final(world: World, processes: list[Process]) -> Iterator[str]:
+def _check_final(plan: Plan, world: World, processes: list[Process]) -> Iterator[str]:
     """The next restore of living processes works, and removes what was left."""
     world.now = max(world.now, world.silent_until, *(process.host.stopped_until for process in processes))
     for process in processes:
@@ -159,7 +220,8 @@ def _check_final(world: World, processes: list[Process]) -> Iterator[str]:
     if not world.run(_LONGEST):
         yield "the last restore does not end"
     last = [process.records[-1] for process in processes if process.records and process.records[-1].restore == FINAL]
-    yield from (f"the last restore fails: {record}" for record in last if record.error)
+    failed = [record for record in last if record.error and not _ran_out(plan, record, last)]
+    yield from (f"the last restore fails: {record}" for record in failed)
     if len(last) < len(processes):
         yield "the last restore does not end on all processes"
     if left := [key for key, _ in world.client.key_value_dir_get("")]:
@@ -171,7 +233,9 @@ def _long_silence(plan: Plan) -> bool:
     silent = [
         f for f in plan.faults if f.kind == "silence" or (f.kind in ("pause", "crash", "lost") and f.process == 0)
     ]
-    return any(fault.kind in ("crash", "lost") or fault.seconds > plan.stall + SILENCE for fault in silent)
+    # After the limit in all, those who have not been heard in a silence that began up to 3 s late are not waited for.
+    longest = min(plan.stall + SILENCE, math.inf if plan.total is None else plan.total - 3)
+    return any(fault.kind in ("crash", "lost") or fault.seconds > longest for fault in silent)
 
 
 def _left_early(plan: Plan) -> bool:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,10 +18,13 @@ import pytest
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Put, Read, Sleep, Steps, Wait
 from orbax_ext.meeting.board import Board, Client
 from orbax_ext.meeting.driver import run
+from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.session import Session
 from orbax_ext.meeting.terms import Limits
 from orbax_ext.upstream.runtime import join_coordination_service, start_coordination_service
 from tests.simulation import plans, runs
+from tests.simulation.processes import InterruptError
+from tests.simulation.real_process import named
 from tests.simulation.world import Host, Task, World
 
 Script = Sequence[Action]
@@ -148,42 +156,118 @@ def test_the_simulated_service_answers_as_the_real_one(name: str, clients: list[
     assert real == simulated
 
 
-@pytest.mark.parametrize("fault", [None, "error", "never", "interrupt"])
-def test_a_restore_ends_alike_on_both(fault: str | None, clients: list[Client]) -> None:
+# How the third process of three fails in the first restore.
+FAULTS = {
+    "nothing": (),
+    "error": (plans.Fault("error", 2, 0, 1, 1.0),),
+    "never": (plans.Fault("never", 2, 0, 1, 1.0),),
+    "late": (plans.Fault("late", 2, 0, 1, 2.0),),
+    "twice": (plans.Fault("twice", 2, 0, 1, 1.0),),
+    "absent": (plans.Fault("absent", 2, 0, 1, 1.0),),
+    "interrupt": (plans.Fault("interrupt", 2, 0, 1, 1.0),),
+    "interrupt meeting": (plans.Fault("interrupt meeting", 2, 0, 1, 0.1),),
+}
+STALL = 1.5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_restore_ends_alike_on_both(fault: str, clients: list[Client]) -> None:
     """The same restore of three processes: on threads with real clients, and simulated."""
-    faults = () if fault is None else (plans.Fault(fault, 2, 0, 1, 1.0),)
-    plan = plans.Plan(1, 3, 1, 1, 2.0, None, faults)
-    simulated = {record.process: record for record in runs.run(plan).records if record.restore == 0}
-    real: dict[int, Exception | None] = {}
+    ended = runs.run(plans.Plan(1, 3, 1, 1, STALL, None, FAULTS[fault]))
+    assert ended.problems == ()
+    simulated = {
+        process: [r.error for r in ended.records if (r.process, r.restore) == (process, 0)] for process in range(3)
+    }
+    real: dict[int, list[BaseException | None]] = {0: [], 1: [], 2: []}
+    subject = f"conformance {fault}"
 
-    def restore(process: int) -> None:
-        session = Session(clients[process], process, 3, f"conformance {fault}", Limits(2.0))
-        try:
-            with session:
-                if fault == "never" and process == 2:
-                    return
-                session.arrive({})
-                if fault == "interrupt" and process == 2:
-                    raise InterruptedError("stopped by hand")
-                failing = {"error": "OSError: disk gone"} if fault == "error" and process == 2 else {}
-                if "error" in (found := session.meet("work 1", failing))[2]:
-                    raise OSError(found[2]["error"])
-            real[process] = None
-        except Exception as error:
-            real[process] = error
+    def work(process: int) -> None:
+        kind = fault if process == 2 else ""
+        if kind == "late":
+            time.sleep(STALL + 2)
+        if kind == "absent":
+            Board(clients[2]).put(SubjectKeys(subject).absence(2), {"why": "no such step"})
+            return
+        for _ in range(2 if kind == "twice" else 1 - (kind == "never")):
+            real[process].append(_restore(Session(clients[process], process, 3, subject, Limits(STALL)), kind))
 
-    threads = [threading.Thread(target=restore, args=(process,)) for process in range(3)]
+    threads = [threading.Thread(target=work, args=(process,)) for process in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    for process in (0, 1):
-        assert (real[process] is None) == (simulated[process].error is None)
-        if fault in ("never", "interrupt"):
-            assert type(real[process]) is type(simulated[process].error)
-            assert "process 2" in str(real[process])
-            assert simulated[process].named == {2}
+    if fault == "absent":
+        Board(clients[2]).delete(SubjectKeys(subject).absence(2))
+    for process in range(3):
+        assert [_outcome(error) for error in real[process]] == [_outcome(error) for error in simulated[process]]
     deadline = time.monotonic() + 10
     while (left := clients[0].key_value_dir_get("orbax_ext/")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def _restore(session: Session, fault: str) -> BaseException | None:
+    """Arrives, works and meets; returns the error of this process."""
+
+    async def work() -> None:
+        if fault == "error":
+            raise OSError("disk gone")
+        await asyncio.sleep(0 if fault == "interrupt meeting" else 0.6)
+
+    async def work_and_meet() -> None:
+        if fault == "interrupt":
+            raise InterruptError("stopped by hand")
+        meeting = asyncio.ensure_future(session.together("work 1", work()))
+        if fault == "interrupt meeting":  # when it has brought its outcome, and waits for those of the others
+            await asyncio.wait({meeting}, timeout=0.3)
+            meeting.cancel()
+        await meeting
+
+    try:
+        with session:
+            session.arrive({})
+            asyncio.run(work_and_meet())
+    except (Exception, asyncio.CancelledError) as error:
+        return error
+    return None
+
+
+def _outcome(error: BaseException | None) -> tuple[str, list[int]]:
+    """Returns the type of an error, and the processes that it names."""
+    interrupted = isinstance(error, (InterruptError, asyncio.CancelledError))
+    return "interrupted" if interrupted else type(error).__name__, named(error)
+
+
+@pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_restore_ends_alike_without_a_service(stopped: signal.Signals) -> None:
+    """Process 0, which has the service, is stopped or dies at work. Its calls hang; JAX ends the others if it dies."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.simulation.real_process", address]
+    jobs = [
+        subprocess.Popen([*command, str(number), "3", str(STALL), seconds], stdout=subprocess.PIPE, text=True)
+        for number, seconds in enumerate(["60", "0.1", "0.1"])
+    ]
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "arrived\n"
+        time.sleep(1)  # processes 1 and 2 wait at the meeting
+        jobs[0].send_signal(stopped)
+        said = [job.communicate(timeout=60)[0] for job in jobs[1:]]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    real = [json.loads(text) if text else "has died" for text in said]
+
+    kind, seconds = ("pause", 40.0) if stopped == signal.SIGSTOP else ("crash", 3.0)
+    stuck = plans.Fault("stuck", 0, 0, 1, 0.0)
+    simulated = set()
+    for seed in range(20):
+        ended = runs.run(plans.Plan(seed, 3, 1, 1, STALL, None, (plans.Fault(kind, 0, 0, 1, seconds), stuck)))
+        assert ended.problems == ()
+        errors = {r.process: r.error for r in ended.records if r.process and r.restore == 0}
+        simulated.add(str([list(_outcome(errors[p])) if p in errors else "has died" for p in (1, 2)]))
+    assert str(real) in simulated

@@ -10,14 +10,15 @@ import re
 
 import pytest
 
-from tests.simulation import mutations, plans, runs
+from tests.simulation import mutations, plans, runs, track_record
 
 pytestmark = pytest.mark.once
 
 SEEDS = 3000
 CHUNKS = 12
 PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/simulation.md"
-TRACK_RECORD = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+TRACK_RECORD = track_record.load()
+WHAT_IT_WAS = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("number", range(CHUNKS))
@@ -28,7 +29,12 @@ def test_every_seed_ends_as_it_must(number: int) -> None:
 
 @pytest.mark.parametrize("seed", TRACK_RECORD)
 def test_seeds_that_once_failed_pass(seed: str) -> None:
-    assert runs.run(plans.random_plan(int(seed))).problems == (), f"it once failed: {TRACK_RECORD[seed]}"
+    assert runs.run(TRACK_RECORD[seed]).problems == (), f"it once failed: {WHAT_IT_WAS[seed]}"
+
+
+def test_the_track_record_says_what_each_failure_was() -> None:
+    assert list(TRACK_RECORD) == list(WHAT_IT_WAS)
+    assert [str(plan.seed) for plan in TRACK_RECORD.values()] == list(TRACK_RECORD)
 
 
 @pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
@@ -36,6 +42,13 @@ def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     with mutations.applied(mutation):
         failed = next(runs.failing([mutation.seed, *range(SEEDS)]), None)
     assert failed is not None
+
+
+def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:
+    plan = plans.Plan(0, 3, 1, 1, 8.0, 4.0, (plans.Fault("silence", 1, 0, 1, 30.0),))
+    assert runs.run(plan).problems == ()
+    with mutations.applied(mutations.SILENCE_WITHOUT_LIMIT):
+        assert "longer than the limit in all" in runs.run(plan).problems[0]
 
 
 def test_a_failing_plan_is_made_smaller() -> None:
@@ -48,6 +61,18 @@ def test_a_failing_plan_is_made_smaller() -> None:
     assert smallest.problems
     assert smallest.trace
     assert (smallest.plan.processes, smallest.plan.restores, smallest.plan.faults) == (2, 1, ())
+
+
+def test_processes_of_a_failing_plan_are_renumbered() -> None:
+    faults = (plans.Fault("never", 5, 0, 1, 1.0), plans.Fault("error", 7, 0, 1, 1.0))
+    plan = plans.Plan(1, 8, 1, 1, 4.0, None, faults)
+    mutation = next(
+        each for each in mutations.MUTATIONS if each.name == "those who wait are not told that a process has given up"
+    )
+    with mutations.applied(mutation):
+        smallest = runs.shrink(plan)
+    assert smallest.problems
+    assert (smallest.plan.processes, [fault.process for fault in smallest.plan.faults]) == (3, [1])
 
 
 def test_the_same_seed_makes_the_same_run() -> None:

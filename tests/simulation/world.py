@@ -17,7 +17,9 @@ from orbax_ext.meeting.actions import Action, Count, Delete, Log, Moment, Put, S
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.driver import perform
 
+GONE = "UNAVAILABLE: failed to connect to all addresses"  # the error of a call to a service that has died
 _HEARTBEAT = 100.0  # seconds
+_AT_ONCE = 0.2  # seconds until JAX's clients notice that the connection to the service has broken
 _LATENCY = (0.0005, 0.02)  # seconds of one way of a message
 
 
@@ -29,7 +31,7 @@ class World:
         self.now = 0.0
         self.client = LocalClient()
         self.silent_until = 0.0
-        self.dead: str | None = None  # how calls fail once process 0 is dead: "hang" or "error"
+        self.dead: str | None = None  # what calls do once process 0 is dead: "hang", or "error", also if JAX "ends" all
         self.hosts: list[Host] = []
         self.advanced = 0.0  # when a process advanced last
         self.trace: list[str] | None = [] if tracing else None
@@ -59,14 +61,14 @@ class World:
         return self.random.uniform(low, high) * (20 if self.random.random() < 0.02 else 1)
 
     def die(self, how: str) -> None:
-        """The service dies with process 0. After some time JAX ends the processes that miss its heartbeat."""
+        """The service dies with process 0. JAX ends the others: at once, or after some time without a heartbeat."""
         self.dead = how
 
         def end_all() -> None:
             for host in self.hosts:
                 host.alive = False
 
-        self.after(_HEARTBEAT, end_all)
+        self.after(_AT_ONCE if how == "ends" else _HEARTBEAT, end_all)
 
     def note(self, who: object, text: str) -> None:
         if self.trace is not None:
@@ -76,8 +78,8 @@ class World:
         """Does what a call asks for, when it reaches the service."""
         if self.dead == "hang":
             return
-        if self.dead == "error":
-            call.reply(RuntimeError("UNAVAILABLE: failed to connect to all addresses"))
+        if self.dead is not None:
+            call.reply(RuntimeError(GONE))
         elif self.now < self.silent_until:
             self.after(self.silent_until - self.now + self.latency(), lambda: self.take_effect(call))
         elif isinstance(call.action, Wait) and call.action.key not in self.client._values:
@@ -107,7 +109,7 @@ class Host:
         self.lose_after = -1  # the answer to this one of its calls is lost; -1 for none
         self.slow_calls = 0.0  # seconds that each of its calls takes longer
         self.calls = 0
-        self._start = world.random.uniform(0, 1000)
+        self.ahead = world.random.uniform(0, 1000)  # seconds that its clock is ahead of the world's
         self._wall = world.random.uniform(-30, 30)
         world.hosts.append(self)
 
@@ -117,7 +119,7 @@ class Host:
     @property
     def clock(self) -> float:
         """This process's own clock."""
-        return self._start + self.world.now
+        return self.ahead + self.world.now
 
     def moment(self, answer: Any) -> Moment:
         return Moment(answer, self.clock, self.world.now + self._wall)
