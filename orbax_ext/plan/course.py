@@ -80,15 +80,16 @@ class Course:
         """Notes that the exchange of the group at the front begins."""
         self.ends = Ends(self.ends.front + 1, self.ends.back)
 
-    def take_over(self, shares: Mapping[int, Share]) -> list[int] | None:
+    def take_over(self, shares: Mapping[int, Share], tried: Collection[int] = ()) -> list[int] | None:
         """Takes the processes that are not ready out of the readers of the next group.
 
-        Returns the groups that the others read in their place, by number; None if nobody else can read it.
+        Returns the groups that the others read in their place, by number; None if nobody else can read it. Those who
+        have `tried` can't.
         """
         late = {process for process, share in shares.items() if not share.ready}
         number = self.order[self.ends.front]
         group = self.plan.groups[number]
-        rates = self._rates(group, shares, late)
+        rates = self._rates(group, shares, late.union(tried))
         if rates is None:
             return None
         absent = readers.replicas_with(group, self._meshes, late)
@@ -100,15 +101,16 @@ class Course:
             return []
         return [self._add(group, holes.missing, rates, shares)]
 
-    def take_over_direct(self, shares: Mapping[int, Share]) -> list[int] | None:
+    def take_over_direct(self, shares: Mapping[int, Share], tried: Collection[int] = ()) -> list[int] | None:
         """Lets groups travel that processes lack which should have read them directly.
 
-        Returns the new groups by number; None if there is one that nobody else can read.
+        Returns the new groups by number; None if there is one that nobody else can read. Those who have `tried` can't.
         """
         added = []
         for number in sorted({number for share in shares.values() for number in share.lacks}):
             group = self.as_planned(number)
-            rates = self._rates(group, shares, {process for process, share in shares.items() if number in share.lacks})
+            lacking = {process for process, share in shares.items() if number in share.lacks}
+            rates = self._rates(group, shares, lacking.union(tried))
             if rates is None:
                 return None
             added.append((group, rates))
