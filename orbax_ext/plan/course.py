@@ -54,6 +54,7 @@ class Course:
         self._made = plan.groups
         self._meshes = meshes
         self._dealt_by: dict[int, float] = {}
+        self._told: dict[int, float | None] = {}  # the latest rates
 
     @property
     def groups_left(self) -> bool:
@@ -118,7 +119,8 @@ class Course:
 
     def deal(self, shares: Mapping[int, Share]) -> list[int]:
         """Deals groups that nobody has begun to read by the rates of the processes; returns those that have changed."""
-        rates = _filled({process: share.rate for process, share in shares.items()})
+        self._told = {process: share.rate for process, share in shares.items()}
+        rates = _filled(self._told)
         if not any(rates.values()) or not self._rates_changed(rates):
             return []
         self._dealt_by = rates
@@ -131,6 +133,23 @@ class Course:
             groups[number] = group
         self.plan = dataclasses.replace(self.plan, leaves=leaves, groups=tuple(groups))
         return changed
+
+    def as_read_by_another(self, number: int) -> Group | None:
+        """Returns a group of one reader as another replica would read it; None if there is somebody to compare with.
+
+        That is the next replica of other processes, where nobody but the reader has told a rate.
+        """
+        group = self.as_planned(number)
+        reader = next((bundle.reader for bundle in group.bundles), None)
+        if not self._one_reader or reader is None:
+            return None
+        rows = [set(owners.tolist()) for owners in self._meshes[group.mesh].owners(group.axes)]
+        if {process for process, rate in self._told.items() if rate is not None} != rows[reader]:
+            return None
+        for replica in (*range(reader + 1, len(rows)), *range(reader)):
+            if not rows[replica] & rows[reader]:
+                return readers.read_by(replica, group, self.plan.leaves, len(rows))
+        return None
 
     def move_boundary(self, boundary: int) -> list[int]:
         """Moves the boundary; returns the groups that are to be read directly now, the last one first."""

@@ -25,6 +25,8 @@ from orbax_ext.transfer.read_ahead import abandon
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
 
+_MOSTLY = 0.5  # if the fabric is busy for less of the time, exchanges wait for reads
+
 
 class Pipeline:
     """Reads and exchanges group by group from the front, and reads other leaves directly.
@@ -198,7 +200,7 @@ class Pipeline:
         finishing = asyncio.ensure_future(self._take_arrays(exchange, place))
         self._under_way = self._recorder.follow("exchange", finishing, group=number)
         self.course.next()
-        self._reads.probe(number)
+        self._reads.probe(number, compare=self._rates.fabric_busy.part < _MOSTLY)
 
     def arrays(self) -> list[jax.Array]:
         """Returns all arrays in the order of the request, when everything is there."""

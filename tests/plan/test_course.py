@@ -93,6 +93,34 @@ def test_a_host_that_recovers_gets_its_shares_back() -> None:
     assert course.plan.groups == planned
 
 
+def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> None:
+    course = make_course("single")
+    last = len(course.plan.groups) - 1
+
+    def deal(*rates: float | None) -> None:
+        course.deal({process: Share(1, rate) for process, rate in enumerate(rates)})
+
+    deal(None, None, None, None)
+    assert course.as_read_by_another(last) is None  # nothing is known
+    deal(1e6, None, None, None)
+    other = course.as_read_by_another(last)
+    assert other is not None
+    assert {bundle.reader for bundle in other.bundles} == {1}
+    assert other.leaves == course.plan.groups[last].leaves
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {0}
+    deal(1e6, 1.2e6, None, None)
+    assert course.as_read_by_another(last) is None
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {0}
+    deal(1e6, 1e7, None, None)
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {1}
+
+
+def test_nobody_is_compared_where_all_replicas_read() -> None:
+    course = make_course("spread")
+    course.deal({process: Share(1, 1e6 if process == 0 else None) for process in range(4)})
+    assert course.as_read_by_another(0) is None
+
+
 def test_what_was_read_directly_travels_for_a_process_that_lacks_it() -> None:
     course = make_course("spread")
     back = course.move_boundary(1)
