@@ -6,27 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo
-from orbax_ext.plan.course import Course, Share
-from orbax_ext.plan.planner import make_plan
+from orbax_ext.plan.course import Share
 from orbax_ext.plan.readers import replicas_with
 from tests.support.arriving import Arriving
+from tests.support.courses import LEAVES, MESH, make_course
 
 pytestmark = pytest.mark.once
-
-MIB = 1 << 20
-MESH = MeshInfo(("dp", "tp"), (4, 2), tuple(number // 2 for number in range(8)))
-LEAVES = [
-    *[Leaf(f"cut {n}", (1024, 512), "float32", 4, (512, 512), 0, (("tp",), ()), (32, 512), True) for n in range(6)],
-    *[Leaf(f"lane {n}", (1024, 256), "float32", 4, (512, 256), 0, (("tp",), ())) for n in range(7)],
-    *[Leaf(f"small {n}", (9,), "float32", 4, (9,), 0, ((),)) for n in range(9)],
-]
-
-
-def make_course(strategy: str) -> Course:
-    plan = make_plan(LEAVES, [MESH], Options(strategy=strategy), processes=4, group_bytes=2 * MIB)  # type: ignore[arg-type]
-    return Course(plan, [MESH])
 
 
 @settings(max_examples=100, deadline=None)

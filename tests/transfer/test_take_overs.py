@@ -8,7 +8,7 @@ from orbax_ext import errors
 from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer.take_overs import TakeOvers
-from tests.plan.test_course import make_course
+from tests.support.courses import make_course
 
 pytestmark = pytest.mark.once
 
