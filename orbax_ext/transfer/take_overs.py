@@ -28,9 +28,8 @@ class TakeOvers:
         self.alone = False  # nobody else can read what is late: it is waited for
         self._course = course
         self._recorder = recorder
-        self._failures: dict[
-            int, dict[int, errors.ProcessFailure]
-        ] = {}  # by group: who has failed to read it, or was late
+        # By group: who has failed to read it, or was late.
+        self._failures: dict[int, dict[int, errors.ProcessFailure]] = {}
         self._reasons: dict[int, str] = {}
 
     def reason(self, number: int) -> str:
@@ -72,7 +71,8 @@ class TakeOvers:
             if share.failed is not None
         }
         before = {process: failure for number in numbers for process, failure in self._failures.get(number, {}).items()}
-        if any(_of_the_data(one, other) for one in before.values() for other in failed.values()):
+        others = [failure for process, failure in failed.items() if process not in before]
+        if any(_of_the_data(one, other) for one in before.values() for other in others):
             raise _restore_failed(before | failed)
         added = take_over(shares, [process for process, failure in before.items() if failure.error != _LATE])
         if added is None:
@@ -100,9 +100,10 @@ class TakeOvers:
 
 def _of_the_data(one: errors.ProcessFailure, other: errors.ProcessFailure) -> bool:
     """Returns whether two processes that have read the same have found that the data is broken, or is not there."""
-    kind = getattr(builtins, one.kind, Exception)
-    access = issubclass(kind, OSError) and not issubclass(kind, FileNotFoundError)
-    if access or one.kind != other.kind or _ACCESS.search(one.error):
+    kind = getattr(builtins, one.kind, None)  # comes from another process
+    if isinstance(kind, type) and issubclass(kind, OSError) and kind is not FileNotFoundError:
+        return False
+    if one.kind != other.kind or _ACCESS.search(one.error):
         return False
     return _VARYING.sub("", one.error) == _VARYING.sub("", other.error)
 
