@@ -29,7 +29,7 @@ from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request, may_concern_all_processes
-from orbax_ext.storage import counters
+from orbax_ext.storage import counters, s3
 from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import while_storage_answers
 from orbax_ext.transfer.executor import Executor
@@ -44,7 +44,7 @@ from orbax_ext.upstream.array_handler import (
     array_handler_parameters,
     uses_pathways,
 )
-from orbax_ext.upstream.stored_arrays import with_request_concurrency
+from orbax_ext.upstream.stored_arrays import places_of, with_request_concurrency
 
 _turn = Turn()
 
@@ -173,7 +173,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
 
     async def _request(self, infos: Sequence[Any], args: Sequence[Any]) -> Request:
         knobs = self.options
-        limit_silence_in(infos[0].parent_dir, knobs.stall_seconds, knobs.stall_rate, knobs.stall_timeout)
+        limits = knobs.stall_seconds, knobs.stall_rate, knobs.stall_timeout
+        limit_silence_in(places_of(infos), *limits, enabled=s3.silence_limits())
         infos = with_request_concurrency(infos, knobs.request_concurrency)
         return await while_storage_answers(make_request(self, infos, args), knobs.stall_timeout)
 

@@ -37,8 +37,8 @@ class Options:
       stall_timeout: Seconds without progress of any process after which the restore fails on all of them.
       timeout: Seconds in total after which the restore fails on all processes; None for no limit.
       stall_seconds: Seconds after which a connection to gs:// or s3:// counts as broken if it brings less than
-        `stall_rate`; it is closed, and the request is sent again. By default a fifth of `stall_timeout` for gs://, and
-        what `enable_s3` was given for s3://.
+        `stall_rate`; it is closed, and the request is sent again. By default what
+        `enable_s3` was given for s3://, otherwise a fifth of `stall_timeout`.
       stall_rate: Bytes per second that a connection brings at least.
       late_seconds: Seconds that the other processes wait for one that is late with its reads, or longer if they
         needed longer themselves; then other replicas read its part. `math.inf` turns that off.

@@ -78,7 +78,10 @@ def _stored_spec(name: str, spec: Any, context: ts.Context) -> StoredSpec:
         raise ValueError(f"read_arrays: {name}: expected a TensorStore spec, found {spec!r}: {error}") from None
     content: Mapping[str, Any] = parsed.to_json()
     content = {key: value for key, value in content.items() if key not in _OPEN_MODE}
-    return StoredSpec(name, content, context, _place(content.get("kvstore", "")))
+    innermost = content
+    while "base" in innermost:  # an array may be a view of another one
+        innermost = innermost["base"]
+    return StoredSpec(name, content, context, _place(innermost.get("kvstore", "")))
 
 
 def _place(kvstore: Any) -> str:

@@ -55,6 +55,7 @@ class Course:
         self._made = plan.groups
         self._meshes = meshes
         self._dealt_by: dict[int, float] = {}
+        self._told: dict[int, float | None] = {}  # the latest rates
 
     @property
     def groups_left(self) -> bool:
@@ -86,15 +87,16 @@ class Course:
         """Notes that the exchange of the group at the front begins."""
         self.ends = Ends(self.ends.front + 1, self.ends.back)
 
-    def take_over(self, shares: Mapping[int, Share]) -> list[int] | None:
+    def take_over(self, shares: Mapping[int, Share], tried: Collection[int] = ()) -> list[int] | None:
         """Takes the processes that are not ready out of the readers of the next group.
 
-        Returns the groups that the others read in their place, by number; None if nobody else can read it.
+        Returns the groups that the others read in their place, by number; None if nobody else can read it. Those who
+        have `tried` can't.
         """
         late = {process for process, share in shares.items() if not share.ready}
         number = self.order[self.ends.front]
         group = self.plan.groups[number]
-        rates = self._rates(group, shares, late)
+        rates = self._rates(group, shares, late.union(tried))
         if rates is None:
             return None
         absent = readers.replicas_with(group, self._meshes, late)
@@ -106,15 +108,16 @@ class Course:
             return []
         return [self._add(group, holes.missing, rates, shares)]
 
-    def take_over_direct(self, shares: Mapping[int, Share]) -> list[int] | None:
+    def take_over_direct(self, shares: Mapping[int, Share], tried: Collection[int] = ()) -> list[int] | None:
         """Lets groups travel that processes lack which should have read them directly.
 
-        Returns the new groups by number; None if there is one that nobody else can read.
+        Returns the new groups by number; None if there is one that nobody else can read. Those who have `tried` can't.
         """
         added = []
         for number in sorted({number for share in shares.values() for number in share.lacks}):
             group = self.as_planned(number)
-            rates = self._rates(group, shares, {process for process, share in shares.items() if number in share.lacks})
+            lacking = {process for process, share in shares.items() if number in share.lacks}
+            rates = self._rates(group, shares, lacking.union(tried))
             if rates is None:
                 return None
             added.append((group, rates))
@@ -122,7 +125,8 @@ class Course:
 
     def deal(self, shares: Mapping[int, Share]) -> list[int]:
         """Deals groups that nobody has begun to read by the rates of the processes; returns those that have changed."""
-        rates = _filled({process: share.rate for process, share in shares.items()})
+        self._told = {process: share.rate for process, share in shares.items()}
+        rates = _filled(self._told)
         if not any(rates.values()) or not self._rates_changed(rates):
             return []
         self._dealt_by = rates
@@ -135,6 +139,23 @@ class Course:
             groups[number] = group
         self.plan = dataclasses.replace(self.plan, leaves=leaves, groups=tuple(groups))
         return changed
+
+    def as_read_by_another(self, number: int) -> Group | None:
+        """Returns a group of one reader as another replica would read it; None if there is somebody to compare with.
+
+        That is the next replica of other processes, where nobody but the reader has told a rate.
+        """
+        group = self.as_planned(number)
+        reader = next((bundle.reader for bundle in group.bundles), None)
+        if not self._one_reader or reader is None:
+            return None
+        rows = [set(owners.tolist()) for owners in self._meshes[group.mesh].owners(group.axes)]
+        if {process for process, rate in self._told.items() if rate is not None} != rows[reader]:
+            return None
+        for replica in (*range(reader + 1, len(rows)), *range(reader)):
+            if not rows[replica] & rows[reader]:
+                return readers.read_by(replica, group, self.plan.leaves, len(rows))
+        return None
 
     def move_boundary(self, boundary: int) -> list[int]:
         """Moves the boundary; returns the groups that are to be read directly now, the last one first."""

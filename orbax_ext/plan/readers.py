@@ -110,8 +110,13 @@ def _with_reader(group: Group, leaves: Sequence[Leaf], rates: Sequence[float]) -
     reader = next((bundle.reader for bundle in group.bundles), None)
     if reader is None or rates[reader] >= _SAME * rates[best]:
         return group
+    return read_by(best, group, leaves, len(rates))
+
+
+def read_by(replica: int, group: Group, leaves: Sequence[Leaf], replicas: int) -> Group:
+    """Returns a group that one replica reads."""
     sizes = {index: leaves[index].block_bytes for index in group.leaves}
-    return dataclasses.replace(group, bundles=_dealt(group.leaves, sizes, _Loads.only(best, len(rates))))
+    return dataclasses.replace(group, bundles=_dealt(group.leaves, sizes, _Loads.only(replica, replicas)))
 
 
 def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: _Loads) -> Group:

@@ -23,6 +23,7 @@ _KINDS = {
     "connect": "compile",
 }
 _MOST_WAITED_FOR = 40  # rows of the table of processes that others waited for
+_MOST_TAKE_OVERS = 40  # rows of the table of take-overs
 _MOST_NAMES = 4  # leaves that are named for each strategy
 _MOST_ERROR = 2000  # characters of an error message
 
@@ -63,6 +64,7 @@ def page_data(report: RestoreReport) -> dict[str, Any]:
             {"process": wait.process, "seconds": wait.seconds, "waiters": text_lib.count(wait.waiters, "process")}
             for wait in waits[:_MOST_WAITED_FOR]
         ],
+        "take_overs": _take_overs(report),
         "strategies": _strategies(report),
         "columns": table.head,
     }
@@ -85,7 +87,7 @@ def _box(span: Span) -> dict[str, Any]:
     box: dict[str, Any] = {
         "kind": _KINDS.get(span.phase, "other"),
         "phase": span.phase,
-        "title": f"{span.title}, at {span.note}" if span.note else span.title,
+        "title": _title(span),
         "start": round(span.start, 6),
         "end": round(span.end, 6),
     }
@@ -93,7 +95,15 @@ def _box(span: Span) -> dict[str, Any]:
         box["bytes"] = span.bytes
     if span.waited_for is not None:
         box["last"] = span.waited_for
+    if span.note and span.phase != "wait":
+        box["taken_over"] = True
     return box
+
+
+def _title(span: Span) -> str:
+    if not span.note:
+        return span.title
+    return f"{span.title}, at {span.note}" if span.phase == "wait" else f"{span.title}, {span.note}"
 
 
 def _figures(report: RestoreReport, total: float) -> list[tuple[str, str]]:
@@ -110,6 +120,17 @@ def _figures(report: RestoreReport, total: float) -> list[tuple[str, str]]:
     if report.missing:
         figures.append(("no report from", text_lib.count(len(report.missing), "process")))
     return figures
+
+
+def _take_overs(report: RestoreReport) -> list[tuple[str, str, str]]:
+    """Returns a row for each take-over: the group, in place of whom others have read it, and why."""
+    rows = [
+        (f"group {one.group + 1}", text_lib.process(one.process, {one.process: one.host}), one.why)
+        for one in report.take_overs[:_MOST_TAKE_OVERS]
+    ]
+    if more := len(report.take_overs) - len(rows):
+        rows.append((f"and {more} more", "", ""))
+    return rows
 
 
 def _strategies(report: RestoreReport) -> list[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ class ProcessReport:
     spans_left_out: int = 0  # the shortest ones, where there were too many to keep or to send to process 0
     bytes_read: int = 0  # from storage
     bytes_unused: int = 0  # of these, read for an exchange that was not held
-    bytes_again: int = 0  # of these, read in place of another process, or to measure how fast storage is
+    bytes_again: int = 0  # of these, read in place of another process, to measure, or asked for a second time
     requests: int = 0  # to storage
     bytes_received: int = 0  # from other processes, by the plan
     bytes_sent: int = 0  # to other processes, by the plan

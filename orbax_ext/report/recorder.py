@@ -42,6 +42,7 @@ class Recorder:
         self._began = time.monotonic()  # spans count from here: it goes on evenly if the wall clock is set meanwhile
         self._bytes_before = counters.bytes_read()
         self._requests_before = counters.requests()
+        self._again_before = counters.bytes_again()
         self._spans: list[Span] = []
         self._phases_begun: list[tuple[str, int | None]] = []  # the phase and group of all spans, finished or not
         self._other_reports: dict[int, ProcessReport] = {}
@@ -49,7 +50,7 @@ class Recorder:
         self.through_orbax: set[str] = set()  # names of leaves that needed Orbax's own way to read
         self.take_overs: list[TakeOver] = []  # the same on all processes
         self.bytes_unused = 0  # that were read for exchanges that were not held
-        self.bytes_again = 0  # that were read in place of others, or only to measure
+        self._in_place = 0  # bytes that were read in place of others, or only to measure
         self.session: Session | None = None  # of all processes; None if this process restores alone so far
 
     @property
@@ -86,6 +87,11 @@ class Recorder:
         """Returns the number of requests sent to storage since this restore began."""
         return counters.requests() - self._requests_before
 
+    @property
+    def bytes_again(self) -> int:
+        """The bytes read in place of others, to measure, or because storage had not answered."""
+        return self._in_place + counters.bytes_again() - self._again_before
+
     def attach(self, session: Session) -> None:
         """Notes the session, which knows how far the other processes are and how far apart the clocks are."""
         self.session = session
@@ -111,7 +117,7 @@ class Recorder:
 
     def again(self, count: int) -> None:
         """Adds bytes that are read although another process has tried to, or would not have to be read."""
-        self.bytes_again += count
+        self._in_place += count
 
     def add_reports(self, reports: Mapping[int, ProcessReport]) -> None:
         """Keeps the reports that other processes have sent to process 0."""

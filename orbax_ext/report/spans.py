@@ -19,7 +19,7 @@ class Span:
     group: int | None = None  # the number of a group of leaves, counted from 0
     bytes: int = 0  # in memory, read, or received from other processes
     waited_for: int | None = None  # the process that came last to a meeting
-    note: str = ""  # for a wait, the meeting
+    note: str = ""  # for a wait, the meeting; for a read, in place of whom
 
     @property
     def seconds(self) -> float:

@@ -7,6 +7,7 @@ the whole process, and TensorStore reads them once, when it first connects.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 _LONGEST_CONNECT = 30  # seconds
 
@@ -30,12 +31,22 @@ def limit_silence(seconds: float, rate: int = STALL_RATE) -> dict[str, str]:
     return missing
 
 
-def limit_silence_in(path: str | os.PathLike[str], seconds: float | None, rate: int, stall_timeout: float) -> None:
-    """Does it for a restore, by its knobs.
+def limit_silence_in(
+    places: Collection[str],
+    seconds: float | None,
+    rate: int,
+    stall_timeout: float,
+    *,
+    enabled: tuple[float, int] | None = None,
+) -> None:
+    """Does it for a restore from some places, by its knobs.
 
-    Without `seconds` it is a fifth of the restore's own limit from gs://, so that reads are retried several times
-    before that. An S3 store has settings of its own.
+    What they leave open is what S3 was `enabled` with on s3://, otherwise a fifth of the restore's own limit, so that
+    reads are retried several times before that.
     """
-    scheme = os.fspath(path).partition("://")[0]
-    if scheme == "gs" or (scheme == "s3" and seconds is not None):
+    schemes = {place.partition("://")[0] for place in places}
+    if "s3" in schemes and enabled is not None:
+        seconds = enabled[0] if seconds is None else seconds
+        rate = enabled[1] if rate == STALL_RATE else rate
+    if schemes & {"gs", "s3"}:
         limit_silence(stall_timeout / 5 if seconds is None else seconds, rate)

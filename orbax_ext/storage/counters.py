@@ -1,4 +1,4 @@
-"""How much this process has read from storage, as TensorStore counts it."""
+"""How much this process has read from storage, as TensorStore counts it, and how much it has asked for again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import tensorstore as ts
 
 _KVSTORES = "/tensorstore/kvstore/"
 _OVERLAY = f"{_KVSTORES}ocdbt/"  # the store below an overlay counts the same bytes again
+
+_again = 0
+
+
+def bytes_again() -> int:
+    """Returns the bytes that were asked for a second time because storage did not answer."""
+    return _again
+
+
+def note_again(count: int) -> None:
+    """Notes bytes that are asked for a second time. Called in the event loop only."""
+    global _again
+    _again += count
 
 
 def bytes_read() -> int:

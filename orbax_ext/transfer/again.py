@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from absl import logging
 
-_TIMES = 3.0  # a read that takes so many times what it should, by the pace of the others, is asked for again
+from orbax_ext.storage import counters
+
+_TIMES = 3.0  # reads are asked for again if nothing comes for so many times as long as all of them should take
 _FLOOR = 5.0  # seconds; links that stop for a moment are not worth a second request
 _LOOK_EVERY = 1.0  # seconds
+_AT_A_TIME = 16 << 20  # bytes that are asked for again at a time: their memory comes on top of what is planned
+_KEPT = 8  # paces of a store
 
-_paces: collections.deque[float] = collections.deque(maxlen=8)  # seconds per byte of the latest reads
+_paces: dict[str, collections.deque[float]] = {}  # by store: seconds per byte of the latest reads
 
 
 class Repeatable(Protocol):
@@ -32,28 +37,31 @@ class Repeatable(Protocol):
 
 
 async def answers(
-    reads: Sequence[Repeatable], futures: Sequence[Any], ended: Callable[[Sequence[Any]], Awaitable[None]]
+    reads: Sequence[Repeatable], futures: Sequence[Any], ended: Callable[[Sequence[Any]], Awaitable[None]], store: str
 ) -> list[Any]:
     """Waits for reads that began just now; returns the future of each that counts.
 
-    Reads that take much longer than the others need are begun once more, and the first answer counts. `ended` waits
-    for TensorStore's futures.
+    If nothing comes for much longer than reads from this store take, they are begun once more, and the first answer
+    counts. As long as anything comes, the store is only slow. `ended` waits for TensorStore's futures.
     """
     began, waiting = time.monotonic(), asyncio.ensure_future(ended(futures))
-    total, done, last = sum(read.footprint for read in reads), 0, began
+    total, paces = sum(read.footprint for read in reads), _paces.setdefault(store, collections.deque(maxlen=_KEPT))
+    done, last, bytes_read, advanced = 0, began, counters.bytes_read(), began
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY))[0]:
             now = time.monotonic()
             bytes_done = sum(read.footprint for read, one in zip(reads, futures, strict=True) if one.done())
             if bytes_done > done:
                 done, last = bytes_done, now
-            pace = (last - began) / done if done else max(_paces, default=float("inf"))
-            if now - began > max(_FLOOR, _TIMES * pace * total):
+            if (count := counters.bytes_read()) != bytes_read:
+                bytes_read, advanced = count, now
+            pace = (last - began) / done if done else max(paces, default=float("inf"))
+            if now - max(last, advanced) > max(_FLOOR, _TIMES * pace * total):
                 return await _ask_again(reads, futures, ended)
         await waiting
     finally:
         waiting.cancel()
-    _paces.append((time.monotonic() - began) / max(1, total))
+    paces.append((time.monotonic() - began) / max(1, total))
     return list(futures)
 
 
@@ -61,25 +69,53 @@ async def _ask_again(
     reads: Sequence[Repeatable], futures: Sequence[Any], ended: Callable[[Sequence[Any]], Awaitable[None]]
 ) -> list[Any]:
     late = [number for number, future in enumerate(futures) if not future.done()]
-    logging.warning("orbax_ext: storage is slow to answer %d of %d reads: asked again", len(late), len(futures))
+    logging.warning("orbax_ext: storage does not answer %d of %d reads: asked again", len(late), len(futures))
     chosen = list(futures)
-    seconds = {number: reads[number].begin_again() for number in late}
+    room = _Room(_AT_A_TIME)
 
     async def first(number: int) -> None:
-        both = [asyncio.ensure_future(ended([future])) for future in (futures[number], seconds[number])]
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not any(map(_succeeded, (futures[number], seconds[number]))):
-                await asyncio.wait(both)
-            if not _succeeded(futures[number]) and _succeeded(seconds[number]):
-                chosen[number] = seconds[number]
-                reads[number].take_second()
-        finally:
-            for task in both:  # cancels the read that did not count
-                task.cancel()
+        async with room.taken(reads[number].footprint):
+            if futures[number].done():
+                return
+            counters.note_again(reads[number].footprint)
+            second = reads[number].begin_again()
+            both = [asyncio.ensure_future(ended([future])) for future in (futures[number], second)]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if not any(map(_succeeded, (futures[number], second))):
+                    await asyncio.wait(both)
+                if not _succeeded(futures[number]) and _succeeded(second):
+                    chosen[number] = second
+                    reads[number].take_second()
+            finally:
+                for task in both:  # cancels the read that did not count
+                    task.cancel()
 
     await asyncio.gather(*map(first, late))
     return chosen
+
+
+class _Room:
+    """Room for so many bytes at a time, in the order in which it is asked for; one that needs more gets all of it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._free = most
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, count: int) -> AsyncIterator[None]:
+        count = min(count, self._most)
+        async with self._turn:
+            while count > self._free:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= count
+        try:
+            yield
+        finally:
+            self._free += count
+            self._freed.set()
 
 
 def _succeeded(future: Any) -> bool:

@@ -26,7 +26,13 @@ from orbax_ext.request import LeafRequest
 from orbax_ext.transfer import again
 from orbax_ext.transfer.blocks import Block
 from orbax_ext.upstream import runtime
-from orbax_ext.upstream.stored_arrays import begin_opening, bytes_under_way, fits_under_way, read_footprint
+from orbax_ext.upstream.stored_arrays import (
+    begin_opening,
+    bytes_under_way,
+    fits_under_way,
+    read_footprint,
+    store_of,
+)
 
 HostBlocks = Mapping[jax.Device, np.ndarray]
 Box = tuple[tuple[int, int], ...]  # first row and end in each dimension
@@ -73,7 +79,7 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
             futures.append(read.begin())
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-        futures = await again.answers(reads, futures, _ended)
+        futures = await again.answers(reads, futures, _ended, store_of(items[0].request.info))
     failed = {read.item.index for read, future in zip(reads, futures, strict=True) if future.exception() is not None}
     blocks: dict[int, dict[jax.Device, np.ndarray]] = {}
     for read in reads:

@@ -27,13 +27,15 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
         self._rate = LatestRate()
         self._bytes_before = counters.bytes_read()
         self._probe: asyncio.Future[Any] | None = None
+        self.compared = False  # it has read a share only to be compared with the reader; that is done once
 
     @property
     def rate(self) -> float | None:
         """Bytes per second, with two digits; 0 for a process that is stuck, None if it has hardly read yet."""
         if self.stuck:
             return 0.0
-        return float(f"{self._rate.latest:.2g}") if self._rate.seconds > _LONG_ENOUGH else None
+        known = self._rate.seconds > (0 if self.compared else _LONG_ENOUGH)
+        return float(f"{self._rate.latest:.2g}") if known else None
 
     def advanced(self) -> None:
         """Notes that something was read."""

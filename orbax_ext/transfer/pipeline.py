@@ -25,6 +25,8 @@ from orbax_ext.transfer.rates import LinkRates
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
 
+_MOSTLY = 0.5  # if the fabric is busy for less of the time, exchanges wait for reads
+
 
 class Pipeline:
     """Reads and exchanges group by group from the front, and reads other leaves directly.
@@ -202,7 +204,7 @@ class Pipeline:
         meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
         self._exchanges.start(AgreedExchange(group, number, contributions, meet_after))
         self.course.next()
-        self._reads.probe(number)
+        self._reads.probe(number, compare=self._rates.fabric_busy.part < _MOSTLY)
 
     def arrays(self) -> list[jax.Array]:
         """Returns all arrays in the order of the request, when everything is there."""

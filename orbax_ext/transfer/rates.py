@@ -16,15 +16,22 @@ class Stopwatch:
         self._inside = 0
         self._since = 0.0
         self._before = 0.0
+        self._began: float | None = None
 
     @property
     def seconds(self) -> float:
         """Seconds measured so far."""
         return self._before + (time.monotonic() - self._since if self._inside else 0.0)
 
+    @property
+    def part(self) -> float:
+        """The part of the time since it first ran in which it ran; 1 before that."""
+        return 1.0 if self._began is None else self.seconds / max(1e-6, time.monotonic() - self._began)
+
     def __enter__(self) -> None:
         if not self._inside:
             self._since = time.monotonic()
+            self._began = self._since if self._began is None else self._began
         self._inside += 1
 
     def __exit__(self, *error: object) -> None:

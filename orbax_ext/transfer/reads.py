@@ -100,12 +100,18 @@ class Reads:
         if self.direct is None:
             self.direct = asyncio.ensure_future(read())
 
-    def probe(self, number: int) -> None:
-        """Measures how fast this process reads, if it has been dealt nothing of a group that others are slow at."""
+    def probe(self, number: int, *, compare: bool) -> None:
+        """Measures how fast this process reads, if it has been dealt nothing of a group that others are slow at.
+
+        With `compare` it also does so, once, if the only reader has nobody to be compared with.
+        """
         group, planned = self._course.plan.groups[number], self._course.as_planned(number)
+        if compare and not self.shares.compared and (other := self._course.as_read_by_another(number)) is not None:
+            planned = other
         if self._executor.share_bytes(group) or not (size := self._executor.share_bytes(planned)):
             return
         if self.shares.probe(self._executor.read(planned)):
+            self.shares.compared = self.shares.compared or planned is not self._course.as_planned(number)
             self._recorder.again(size)
 
     def ask(self) -> None:

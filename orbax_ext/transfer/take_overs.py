@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import builtins
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
 
 from absl import logging
 
@@ -12,6 +15,11 @@ from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.take_over import TakeOver
 
+_LATE = "late: the other replicas have been asked to read its part"
+# What TensorStore says if a store does not let this process read, or not now.
+_ACCESS = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED|ABORTED")
+_VARYING = re.compile(r"""\d+|"[^"]*"|'[^']*'""")  # in messages: names, offsets, addresses
+
 
 class TakeOvers:
     """The take-overs of a restore; the same on all processes."""
@@ -20,7 +28,8 @@ class TakeOvers:
         self.alone = False  # nobody else can read what is late: it is waited for
         self._course = course
         self._recorder = recorder
-        self._failures: dict[int, dict[int, errors.ProcessFailure]] = {}  # by group: who has failed to read it before
+        # By group: who has failed to read it, or was late.
+        self._failures: dict[int, dict[int, errors.ProcessFailure]] = {}
         self._reasons: dict[int, str] = {}
 
     def reason(self, number: int) -> str:
@@ -34,8 +43,8 @@ class TakeOvers:
     def of_share(self, shares: Mapping[int, Share], hosts: Mapping[int, str], phase: str) -> list[int] | None:
         """Takes processes that are not ready out of the readers of the next group; returns the groups that this adds.
 
-        Returns None if nobody else can read it. Raises `RestoreFailedError` if it was tried twice, or if nobody can
-        read it because all have failed.
+        Returns None if those can't read it who have neither failed nor are late. Raises `RestoreFailedError` if all
+        have failed, or if two have found that the data can't be read.
         """
         number = self._course.order[self._course.ends.front]
         return self._take_over([number], self._course.take_over, shares, hosts, phase)
@@ -48,7 +57,7 @@ class TakeOvers:
     def _take_over(
         self,
         numbers: list[int],
-        take_over: Callable[[Mapping[int, Share]], list[int] | None],
+        take_over: Callable[[Mapping[int, Share], Collection[int]], list[int] | None],
         shares: Mapping[int, Share],
         hosts: Mapping[int, str],
         phase: str,
@@ -62,12 +71,13 @@ class TakeOvers:
             if share.failed is not None
         }
         before = {process: failure for number in numbers for process, failure in self._failures.get(number, {}).items()}
-        if before and failed.keys() - before.keys():
-            raise errors.restore_failed(before | failed)
-        added = take_over(shares)
+        others = [failure for process, failure in failed.items() if process not in before]
+        if any(_of_the_data(one, other) for one in before.values() for other in others):
+            raise _restore_failed(before | failed)
+        added = take_over(shares, [process for process, failure in before.items() if failure.error != _LATE])
         if added is None:
             if len(failed) == len(late):
-                raise errors.restore_failed(failed)
+                raise _restore_failed(before | failed)
             self.alone = True
             return None
         for process, share in late.items():
@@ -81,7 +91,25 @@ class TakeOvers:
                 text.process(process, hosts),
                 why,
             )
+        waited_for = {p: errors.ProcessFailure(hosts[p], phase, _LATE) for p in late.keys() - before.keys()}
         for number in added:
-            self._failures[number] = before | failed
+            self._failures[number] = waited_for | before | failed
             self._reasons[number] = f"in place of {text.processes(sorted(late), hosts)}"
         return added
+
+
+def _of_the_data(one: errors.ProcessFailure, other: errors.ProcessFailure) -> bool:
+    """Returns whether two processes that have read the same have found that the data is broken, or is not there."""
+    kind = getattr(builtins, one.kind, None)  # comes from another process
+    if isinstance(kind, type) and issubclass(kind, OSError) and kind is not FileNotFoundError:
+        return False
+    if one.kind != other.kind or _ACCESS.search(one.error):
+        return False
+    return _VARYING.sub("", one.error) == _VARYING.sub("", other.error)
+
+
+def _restore_failed(tried: Mapping[int, errors.ProcessFailure]) -> errors.RestoreFailedError:
+    """Returns the error that names all who have tried; its built-in type is that of those who have failed."""
+    kind = next((failure.kind for failure in tried.values() if failure.kind), "")
+    named = {process: dataclasses.replace(one, kind=one.kind or kind) for process, one in tried.items()}
+    return errors.restore_failed(named)

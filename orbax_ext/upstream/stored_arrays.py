@@ -45,6 +45,16 @@ def checkpoint_of(info: Any) -> Any:
     return None if isinstance(info, StoredSpec) else info.parent_dir
 
 
+def places_of(infos: Sequence[Any]) -> set[str]:
+    """Returns the directories or URLs that arrays are in: those of a checkpoint are in one."""
+    return {os.fspath(info.parent_dir) for info in (infos if isinstance(infos[0], StoredSpec) else infos[:1])}
+
+
+def store_of(info: Any) -> str:
+    """Returns a name of the store that an array is in: a bucket, or the first two directories of a path."""
+    return "/".join(os.fspath(info.parent_dir).split("/")[:3])
+
+
 async def deserialize(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Any:
     """Reads what this process's devices hold of arrays, as plain Orbax does."""
     if not isinstance(infos[0], StoredSpec):

@@ -18,7 +18,8 @@ PAGE = markdown.Page(
     (`tests/faults`). The reader is process 1 and `stall_timeout` is 6 s. Every surviving process of orbax_ext must
     end within that time plus 10 s (plus what a healthy restore, and the fault by design, take), with the culprit in
     the message; where all processes live, the next restore must work. "Hang" means no end within 15 s, or within
-    four times what a healthy restore takes on the machine.""",
+    four times what a healthy restore takes on the machine. "Before" is what orbax_ext did until other replicas took
+    over what a reader can't read.""",
     "make faults-table",
 )
 
@@ -30,6 +31,7 @@ class Row:
     fault: str
     stock: str
     ours: str
+    before: str = ""  # what ours was before take-overs, if that differs
 
 
 def summary(outcomes: Sequence[lab.Outcome]) -> str:
@@ -44,7 +46,8 @@ def summary(outcomes: Sequence[lab.Outcome]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    return markdown.table(("fault", "stock Orbax", "orbax_ext"), [(row.fault, row.stock, row.ours) for row in rows])
+    lines = [(row.fault, row.stock, row.before or row.ours, row.ours) for row in rows]
+    return markdown.table(("fault", "stock Orbax", "before", "orbax_ext"), lines)
 
 
 def parts(by_release: Mapping[str, Sequence[Row]]) -> tuple[str, ...]:

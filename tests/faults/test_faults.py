@@ -46,6 +46,7 @@ class Fault:
     stopped: int | None = None
     message: str = ""  # a part of the message
     seconds: float = 0.0  # that the fault takes by design
+    before: str = ""  # the result before take-overs, if that differs, for the table
 
 
 FAULTS = [
@@ -56,8 +57,8 @@ FAULTS = [
         READER,
         message="OSError: the disk is gone",
     ),
-    Fault("read error on the reader", scenarios.read_error, "restored", None),
-    Fault("storage of the reader stalls", scenarios.reader_stalled, "restored", None),
+    Fault("read error on the reader", scenarios.read_error, "restored", None, before="all RestoreFailedError"),
+    Fault("storage of the reader stalls", scenarios.reader_stalled, "restored", None, before="all RestoreTimeoutError"),
     Fault("corrupted chunk", scenarios.healthy, "RestoreFailedError", READER, file_damage.corrupt),
     Fault("truncated file", scenarios.healthy, "RestoreFailedError", READER, file_damage.truncate),
     Fault("missing file", scenarios.healthy, "RestoreFailedError", READER, file_damage.remove),
@@ -67,6 +68,7 @@ FAULTS = [
         "restored",
         None,
         file_damage.lock,
+        before="all RestoreFailedError",
     ),
     Fault("reader stopped past the limit", scenarios.reader_stopped, "RestoreTimeoutError", READER, stopped=READER),
     Fault(
@@ -143,7 +145,7 @@ class Arena:
         for cluster in self._stock:
             self._idle.put(cluster)
         self._pool = futures.ThreadPoolExecutor(len(self._stock))
-        self._rows: list[tuple[str, str, futures.Future[str] | None]] = []
+        self._rows: list[tuple[str, str, str, futures.Future[str] | None]] = []
         self.saved = str(directory / "saved")
         self.ours.run(scenarios.save, self.saved)
         self.ours.run(scenarios.healthy, self.saved, "ours")
@@ -166,7 +168,7 @@ class Arena:
         if fault.stopped is not None:
             threading.Thread(target=self._wake_later, args=(fault.stopped, path), daemon=True).start()
         outcomes = run.outcomes()
-        self._rows.append((fault.name, table.summary(outcomes), stock))
+        self._rows.append((fault.name, table.summary(outcomes), fault.before, stock))
         return outcomes
 
     def _wake_later(self, rank: int, path: str) -> None:
@@ -182,12 +184,12 @@ class Arena:
         return "\n".join([str(outcome), *self.ours.log(outcome.rank).splitlines()[-60:]])
 
     def add_row(self, fault: str, ours: str) -> None:
-        self._rows.append((fault, ours, None))
+        self._rows.append((fault, ours, "", None))
 
     def rows(self) -> list[table.Row]:
         return [
-            table.Row(fault, "-" if stock is None else stock.result(_STOCK_LIMIT), ours)
-            for fault, ours, stock in self._rows
+            table.Row(fault, "-" if stock is None else stock.result(_STOCK_LIMIT), ours, before)
+            for fault, ours, before, stock in self._rows
         ]
 
     def close(self) -> None:

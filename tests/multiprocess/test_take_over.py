@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
+import orbax_ext
 from orbax_ext import lab
 from orbax_ext.transfer.executor import Executor
 from tests.support import states
@@ -26,6 +27,7 @@ STATE = {
     **{f"odd_{number}": Spec((3, 700_001), "float32") for number in range(1)},  # read by one replica
     **{f"small_{number}": Spec((64, 7 + number), "int8", P("tp")) for number in range(20)},
     "scalar": Spec((), "float32"),
+    "own": Spec((64, 8), "float32", P(("dp", "tp"))),  # no two processes have the same of it, so it never travels
 }
 
 
@@ -34,10 +36,10 @@ class Trouble:
     """What goes wrong with the reads of some processes: from a read on, for some reads."""
 
     ranks: tuple[int, ...]
-    kind: str  # "stall", "error"
+    kind: str  # "delay", "stall", "error"
     first: int = 0  # the first share with a trouble; -1 is the last one
     count: int = 1000
-    end: str = "read"  # or "read_whole", for what `auto` reads directly, or "both"
+    end: str = "read"  # or "read_whole", for what `auto` reads directly, "both", or "read_direct"
 
 
 @pytest.fixture(scope="module")
@@ -47,47 +49,71 @@ def saved_state(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFac
     return path
 
 
-SPREAD = {
-    "nothing": ("spread", None),
-    "stall at first": ("spread", Trouble((2,), "stall", 0)),
-    "stall later": ("spread", Trouble((1,), "stall", 2)),
-    "stall once": ("spread", Trouble((3,), "stall", 1, 1)),
-    "stall of process 0": ("spread", Trouble((0,), "stall", 1)),
-    "stall of two": ("spread", Trouble((0, 3), "stall", 1)),
-    "stall at last": ("spread", Trouble((1,), "stall", -1)),
-    "error at first": ("spread", Trouble((2,), "error", 0)),
-    "error later": ("spread", Trouble((2,), "error", 1)),
-    "error on two": ("spread", Trouble((0, 2), "error", 1, 1)),
+STEPS = {"first": 0, "later": 1, "last": -1}
+NOTHING = {"nothing": None}
+SPREAD = NOTHING | {
+    f"{kind} at {step}": Trouble((1 + number,), kind, first, 1 if kind == "delay" else 1000)
+    for kind in ("delay", "stall", "error")
+    for number, (step, first) in enumerate(STEPS.items())
 }
-SINGLE = {
-    "nothing": ("single", None),
-    "error": ("single", Trouble((0,), "error", 1)),
-    "stall": ("single", Trouble((0,), "stall", 1)),
+SPREAD_MORE = NOTHING | {
+    "stall once": Trouble((3,), "stall", 1, 1),
+    "stall of process 0": Trouble((0,), "stall", 1),
+    "stall of two": Trouble((0, 3), "stall", 1),
+    "error on two": Trouble((0, 2), "error", 1, 1),
 }
-AUTO = {
-    "nothing": ("auto", None),
-    "stall at first": ("auto", Trouble((2,), "stall", 0)),
-    "stall later": ("auto", Trouble((0,), "stall", 1)),
-    "error at first": ("auto", Trouble((1,), "error", 0)),
-    "stall of direct reads": ("auto", Trouble((2,), "stall", 0, end="read_whole")),
-    "error of direct reads": ("auto", Trouble((3,), "error", 0, end="read_whole")),
-    "stall of all": ("auto", Trouble((1,), "stall", 0, end="both")),
+SINGLE = NOTHING | {
+    f"{kind} at {step}": Trouble((0,), kind, first, 1 if kind == "delay" else 1000)
+    for kind in ("delay", "stall", "error")
+    for step, first in STEPS.items()
+}
+# Which groups a process reads how depends on what `auto` measures: "both" counts all of them.
+AUTO = NOTHING | {
+    "delay at first": Trouble((3,), "delay", 0, 1),
+    "delay later": Trouble((2,), "delay", 1, 1, end="both"),
+    "stall at first": Trouble((2,), "stall", 0),
+    "stall later": Trouble((0,), "stall", 1, end="both"),
+    "error at first": Trouble((1,), "error", 0),
+    "error later": Trouble((2,), "error", 1, end="both"),
+    "delay of direct reads": Trouble((1,), "delay", 0, 1, end="read_whole"),
+    "stall of direct reads": Trouble((2,), "stall", 0, end="read_whole"),
+    "error of direct reads": Trouble((3,), "error", 0, end="read_whole"),
+    "stall of all": Trouble((1,), "stall", 0, end="both"),
+}
+CASES = {
+    "spread": ("spread", SPREAD),
+    "spread, more": ("spread", SPREAD_MORE),
+    "single": ("single", SINGLE),
+    "auto": ("auto", AUTO),
 }
 
 
-@pytest.mark.parametrize("scenarios", [SPREAD, SINGLE, AUTO], ids=["spread", "single", "auto"])
-def test_others_read_in_place_of_a_reader(
-    small_cluster: lab.Cluster, saved_state: str, scenarios: dict[str, tuple[str, Trouble | None]]
-) -> None:
-    found = small_cluster.run(restore_in, saved_state, scenarios)
+@pytest.mark.parametrize("case", CASES)
+def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_state: str, case: str) -> None:
+    strategy, scenarios = CASES[case]
+    found = small_cluster.run(restore_in, saved_state, strategy, scenarios)
     assert found == [found[0]] * 4  # all processes know the same
-    for name, (_, trouble) in scenarios.items():
+    for name, trouble in scenarios.items():
         if trouble is None:
             assert not found[0][name]
-            continue
-        # On a busy machine others may be late, too.
-        why = "OSError: the disk is gone" if trouble.kind == "error" else "late"
-        assert {(rank, why) for rank in trouble.ranks} <= {(process, why) for _, process, why in found[0][name]}, name
+        elif trouble.kind != "delay":  # others may need as long on a busy machine
+            expected = "OSError: the disk is gone" if trouble.kind == "error" else "late"
+            taken_over = {(process, why) for _, process, why in found[0][name]}  # others may be late, too
+            assert {(rank, expected) for rank in trouble.ranks} <= taken_over, name
+
+
+@pytest.mark.parametrize("strategy", ["spread", "single", "auto"])
+def test_nobody_takes_over_leaves_that_never_travel(
+    small_cluster: lab.Cluster, saved_state: str, strategy: str
+) -> None:
+    delayed = {"delay": Trouble((2,), "delay", 0, 1, end="read_direct")}
+    small_cluster.run(restore_in, saved_state, strategy, delayed)
+    for kind, error in (("error", "RestoreFailedError"), ("stall", "RestoreTimeoutError")):
+        trouble = Trouble((2,), kind, end="read_direct")
+        for message in small_cluster.run(failure_in, saved_state, strategy, trouble):
+            assert message.startswith(f"{error}: ")
+            assert "process 2" in message
+            assert "the disk is gone" in message or kind != "error"
 
 
 # Run on the processes.
@@ -100,13 +126,16 @@ def save(path: str) -> None:
         manager.save(0, args=ocp.args.PyTreeSave(state, save_args=save_args))
 
 
-def restore_in(path: str, scenarios: dict[str, tuple[str, Trouble | None]]) -> dict[str, list[tuple[int, int, str]]]:
+def restore_in(
+    path: str, strategy: str, scenarios: Mapping[str, Trouble | None]
+) -> dict[str, list[tuple[int, int, str]]]:
     """Restores exactly in each scenario; returns the take-overs: group, process, why."""
     found = {}
-    for name, (strategy, trouble) in scenarios.items():
-        with troubled(trouble):
+    for name, trouble in scenarios.items():
+        with troubled(strategy, trouble):
             knobs = {
                 "strategy": strategy,
+                "replica_axis": "dp",
                 "broadcast_memory_limit_bytes": 24 * MIB,
                 "late_seconds": 0.5 if trouble else 30.0,
             }
@@ -115,16 +144,23 @@ def restore_in(path: str, scenarios: dict[str, tuple[str, Trouble | None]]) -> d
     return found
 
 
-_shares = 0  # that this process reads where nothing goes wrong
+def failure_in(path: str, strategy: str, trouble: Trouble) -> str:
+    """Returns the error of a restore that can't succeed."""
+    knobs = {"strategy": strategy, "replica_axis": "dp", "late_seconds": 0.5, "stall_timeout": 4.0}
+    with troubled(strategy, trouble), pytest.raises(orbax_ext.RestoreError) as caught:
+        states.restore(path, STATE, MESH, knobs=knobs)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+_shares: dict[str, int] = {}  # that this process reads where nothing goes wrong, by strategy
 
 
 @contextlib.contextmanager
-def troubled(trouble: Trouble | None) -> Iterator[None]:
-    """Has the reads of this process stall or fail, if it has a trouble."""
-    global _shares
+def troubled(strategy: str, trouble: Trouble | None) -> Iterator[None]:
+    """Has the reads of this process be late, stall or fail, if it has a trouble."""
     here = trouble is not None and jax.process_index() in trouble.ranks
     trouble = trouble if here and trouble is not None else Trouble((), "none")
-    first = trouble.first if trouble.first >= 0 else _shares + trouble.first
+    first = trouble.first if trouble.first >= 0 else _shares[strategy] + trouble.first
     reads = 0
 
     def replaced(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -138,8 +174,8 @@ def troubled(trouble: Trouble | None) -> Iterator[None]:
             if first < reads <= first + trouble.count:
                 if trouble.kind == "error":
                     raise OSError("the disk is gone")
-                if trouble.kind == "stall":
-                    await asyncio.sleep(1000)
+                if trouble.kind != "none":
+                    await asyncio.sleep(2 if trouble.kind == "delay" else 1000)
             return await original(self, group, *held)
 
         return mock.patch.object(Executor, name, read)
@@ -148,4 +184,4 @@ def troubled(trouble: Trouble | None) -> Iterator[None]:
         for name in ("read", "read_whole") if trouble.end == "both" else (trouble.end,):
             stack.enter_context(replaced(name))
         yield
-    _shares = _shares or reads
+    _shares.setdefault(strategy, reads)

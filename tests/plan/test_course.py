@@ -8,29 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_ext.options import Options
-from orbax_ext.plan import Leaf, MeshInfo
 from orbax_ext.plan.boundary import Ends
 from orbax_ext.plan.course import Course, Share
-from orbax_ext.plan.planner import make_plan
 from orbax_ext.plan.readers import replicas_with
 from tests.support.arriving import Arriving
+from tests.support.courses import LEAVES, MESH, make_course
 
 pytestmark = pytest.mark.once
 
-MIB = 1 << 20
 TROUBLED_MEETINGS = 20  # later, all processes are well: each meeting begins an exchange, or ends the restore
-MESH = MeshInfo(("dp", "tp"), (4, 2), tuple(number // 2 for number in range(8)))
-LEAVES = [
-    *[Leaf(f"cut {n}", (1024, 512), "float32", 4, (512, 512), 0, (("tp",), ()), (32, 512), True) for n in range(6)],
-    *[Leaf(f"lane {n}", (1024, 256), "float32", 4, (512, 256), 0, (("tp",), ())) for n in range(7)],
-    *[Leaf(f"small {n}", (9,), "float32", 4, (9,), 0, ((),)) for n in range(9)],
-]
-
-
-def make_course(strategy: str) -> Course:
-    plan = make_plan(LEAVES, [MESH], Options(strategy=strategy), processes=4, group_bytes=2 * MIB)  # type: ignore[arg-type]
-    return Course(plan, [MESH])
 
 
 @settings(max_examples=100, deadline=None)
@@ -167,6 +153,34 @@ def test_a_host_that_recovers_gets_its_shares_back() -> None:
     assert course.plan.groups is slow  # the same, but for noise
     deal(1e8, 1e8, 1e8, 1e8)
     assert course.plan.groups == planned
+
+
+def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> None:
+    course = make_course("single")
+    last = len(course.plan.groups) - 1
+
+    def deal(*rates: float | None) -> None:
+        course.deal({process: Share(1, rate) for process, rate in enumerate(rates)})
+
+    deal(None, None, None, None)
+    assert course.as_read_by_another(last) is None  # nothing is known
+    deal(1e6, None, None, None)
+    other = course.as_read_by_another(last)
+    assert other is not None
+    assert {bundle.reader for bundle in other.bundles} == {1}
+    assert other.leaves == course.plan.groups[last].leaves
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {0}
+    deal(1e6, 1.2e6, None, None)
+    assert course.as_read_by_another(last) is None
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {0}
+    deal(1e6, 1e7, None, None)
+    assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {1}
+
+
+def test_nobody_is_compared_where_all_replicas_read() -> None:
+    course = make_course("spread")
+    course.deal({process: Share(1, 1e6 if process == 0 else None) for process in range(4)})
+    assert course.as_read_by_another(0) is None
 
 
 def test_what_was_read_directly_travels_for_a_process_that_lacks_it() -> None:

@@ -13,6 +13,7 @@ import pytest
 from orbax_ext.report import page, timeline
 from orbax_ext.report.report import RestoreReport
 from orbax_ext.report.spans import Span
+from orbax_ext.report.take_over import TakeOver
 from tests.support import browser as browser_lib
 from tests.support import reports
 from tests.support.browser import Browser
@@ -44,6 +45,14 @@ TIP = """
   return {shown: getComputedStyle(tip).display !== "none", text: tip.innerText,
     inside: r.left >= 0 && r.top >= 0 && r.right <= innerWidth && r.bottom <= innerHeight,
     waited_for: [...document.querySelectorAll(".row.waited-for")].map(row => Number(row.dataset.process))};
+"""
+TAKEN_OVER = """
+  const table = [...document.querySelectorAll("section")].find(
+    section => section.innerText.startsWith("Read in place of others"));
+  return [table ? table.innerText : "", [...document.querySelectorAll(".box.taken-over")].map(box => {
+    const {left, top, width, height} = box.getBoundingClientRect();
+    return {left, top, width, height, process: Number(box.closest(".row").dataset.process)};
+  })];
 """
 
 
@@ -125,6 +134,33 @@ def test_pointing_at_a_read_shows_its_bytes_and_rate(show: Any, browser: Browser
     read = next(box for box in show(reports.make_report(4))[1]["boxes"] if box["kind"] == "read")
     browser.point_at(read["left"] + read["width"] / 2, read["top"] + read["height"] / 2)
     assert "256.0 MB, " in browser.run(TIP)["text"]
+
+
+def test_a_read_in_place_of_others_is_marked_and_named(show: Any, browser: Browser) -> None:
+    plain = reports.make_report(4)
+    member = plain.members[1]
+    spans = [
+        dataclasses.replace(span, note="in place of process 2 (host-0)")
+        if (span.phase, span.group) == ("read", 1)
+        else span
+        for span in member.spans
+    ]
+    taken = dataclasses.replace(
+        plain,
+        members={**plain.members, 1: dataclasses.replace(member, spans=tuple(spans))},
+        take_overs=(TakeOver(0, 2, "host-0", "late"),),
+    )
+    show(plain)
+    assert browser.run(TAKEN_OVER) == ["", []]
+    show(taken)
+    text, marked = browser.run(TAKEN_OVER)
+    assert "group 1" in text
+    assert "process 2 (host-0)" in text
+    assert "late" in text
+    (box,) = marked
+    assert box["process"] == 1
+    browser.point_at(box["left"] + box["width"] / 2, box["top"] + box["height"] / 2)
+    assert browser.run(TIP)["text"].splitlines()[1].startswith("read group 2, in place of process 2 (host-0), ")
 
 
 def test_the_critical_path_is_marked_on_the_process_that_all_wait_for(show: Any, browser: Browser) -> None:

@@ -136,3 +136,15 @@ def test_a_report_is_rendered_without_jax(tmp_path: pathlib.Path) -> None:
     assert done.stdout.startswith("restored: 4 processes")
     assert (tmp_path / "page.html").stat().st_size > 10_000
     assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
+def test_take_overs_are_in_the_json_and_in_the_text() -> None:
+    late, denied = TakeOver(0, 1, "host-a", "late"), TakeOver(2, 3, "host-b", "PermissionError: no")
+    report = dataclasses.replace(reports.make_report(4), take_overs=(late, denied))
+    assert RestoreReport.from_json(report.to_json()).take_overs == (late, denied)
+    lines = str(report).splitlines()
+    assert "others read group 1 in place of process 1 (host-a): late" in lines
+    assert "others read group 3 in place of process 3 (host-b): PermissionError: no" in lines
+    many = str(dataclasses.replace(report, take_overs=(late,) * 20)).splitlines()
+    assert many[-1] == "and 12 more in place of others"
+    assert "in place of" not in str(reports.make_report(4))

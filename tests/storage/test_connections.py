@@ -30,13 +30,29 @@ def test_a_limit_is_set_unless_the_user_has_set_one(monkeypatch: pytest.MonkeyPa
         ("gs://bucket/run", None, "60"),
         ("gs://bucket/run", 7.0, "7"),
         ("/data/run", 7.0, None),
-        ("s3://bucket/x", None, None),  # as `enable_s3` says
+        ("s3://bucket/x", None, "60"),
         ("s3://bucket/x", 7.0, "7"),
     ],
 )
 def test_a_restore_limits_silence_to_a_part_of_its_own_limit(
     path: str, given: float | None, seconds: str | None
 ) -> None:
-    connections.limit_silence_in(path, given, 1000, 300.0)
+    connections.limit_silence_in([path], given, 1000, 300.0)
     assert os.environ.get(TIME) == seconds
     assert os.environ.get(VARIABLES[1]) == (None if seconds is None else "1000")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "expected"),
+    [(None, 4096, ("20", "300")), (None, 1000, ("20", "1000")), (7.0, 4096, ("7", "300")), (7.0, 1000, ("7", "1000"))],
+)
+def test_what_the_knobs_leave_open_is_as_s3_was_enabled(
+    seconds: float | None, rate: int, expected: tuple[str, str]
+) -> None:
+    connections.limit_silence_in(["/data/x", "s3://bucket/x"], seconds, rate, 300.0, enabled=(20, 300))
+    assert tuple(os.environ[name] for name in VARIABLES[:2]) == expected
+
+
+def test_other_stores_do_not_take_the_limits_of_s3() -> None:
+    connections.limit_silence_in(["gs://bucket/x"], None, 4096, 300.0, enabled=(20, 300))
+    assert tuple(os.environ[name] for name in VARIABLES[:2]) == ("60", "4096")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.storage import counters
 from orbax_ext.transfer import again, boxes
 
 pytestmark = pytest.mark.once
@@ -46,8 +48,8 @@ def run(test: Callable[[], Awaitable[Any]]) -> None:
     asyncio.run(limited())
 
 
-def begin(reads: list[OneRead]) -> asyncio.Task[list[Any]]:
-    return asyncio.ensure_future(again.answers(reads, [read.future for read in reads], boxes._ended))
+def begin(reads: list[OneRead], store: str = "gs://bucket") -> asyncio.Task[list[Any]]:
+    return asyncio.ensure_future(again.answers(reads, [read.future for read in reads], boxes._ended, store))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -125,7 +127,7 @@ def test_nothing_is_asked_for_again_before_anything_was_read() -> None:
         assert read.second is None
         read.first.set_result("there")
         await task
-        again._paces.append(1e-6)  # an earlier read has shown how fast storage is
+        again._paces["gs://bucket"].append(1e-6)  # an earlier read has shown how fast storage is
         late = OneRead()
         task = begin([late])
         await until(lambda: late.second is not None)
@@ -145,5 +147,71 @@ def test_both_requests_are_cancelled_with_the_restore() -> None:
         await asyncio.wait([task])
         await asyncio.sleep(0.02)
         assert reads[1].future.cancelled()
+
+    run(case)
+
+
+def test_a_store_that_is_only_slow_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        arrived = 0
+
+        def bytes_read() -> int:
+            nonlocal arrived
+            arrived += slow
+            return arrived
+
+        monkeypatch.setattr(counters, "bytes_read", bytes_read)
+        slow = 1
+        reads = [OneRead() for _ in range(3)]
+        task = begin(reads)
+        reads[0].first.set_result("first")
+        await asyncio.sleep(0.2)  # nothing ends any more, but bytes come
+        assert [read.second is None for read in reads] == [True] * 3
+        slow = 0
+        await until(lambda: reads[1].second is not None and reads[2].second is not None)
+        for read in reads[1:]:
+            read.second.set_result("second")
+        await task
+
+    run(case)
+
+
+def test_reads_of_another_store_say_nothing_about_one() -> None:
+    async def case() -> None:
+        read = OneRead()
+        task = begin([read], "gs://fast")
+        read.first.set_result("there")
+        await task
+        other = OneRead()
+        task = begin([other], "s3://slow")
+        await asyncio.sleep(0.2)
+        assert other.second is None
+        other.first.set_result("there")
+        await task
+
+    run(case)
+
+
+def test_few_bytes_are_asked_for_again_at_a_time_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        monkeypatch.setattr(again, "_AT_A_TIME", 10)
+        recorder = Recorder()
+        reads = [OneRead(1), *[OneRead(4) for _ in range(4)], OneRead(100)]
+        task = begin(reads)
+        reads[0].first.set_result("first")
+        await until(lambda: reads[2].second is not None)
+        await asyncio.sleep(0.03)
+        assert [read.second is None for read in reads[1:]] == [False, False, True, True, True]
+        assert recorder.bytes_again == 8
+        reads[3].first.set_result("late")  # and need not be asked for again
+        reads[1].second.set_result("second")
+        await until(lambda: reads[4].second is not None)
+        assert reads[3].second is None
+        for read in (reads[2], reads[4]):
+            read.second.set_result("second")
+        await until(lambda: reads[5].second is not None)
+        reads[5].second.set_result("second")
+        await task
+        assert recorder.bytes_again == 112
 
     run(case)

@@ -24,6 +24,7 @@ def test_a_stopwatch_runs_while_anything_is_under_way(monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])
     watch = Stopwatch()
+    assert watch.part == 1.0
     with watch:
         now[0] = 1.0
         with watch:
@@ -32,6 +33,7 @@ def test_a_stopwatch_runs_while_anything_is_under_way(monkeypatch: pytest.Monkey
         assert watch.seconds == 4.0
     now[0] = 10.0
     assert watch.seconds == 4.0
+    assert watch.part == 0.4
     with watch:
         now[0] = 11.0
     assert watch.seconds == 5.0

@@ -36,6 +36,7 @@ __all__ = [
     "restore_usage",
     "s3_enabled",
     "s3_usage",
+    "silence_limits",
     "snapshot_of",
 ]
 
@@ -133,6 +134,11 @@ def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
 def s3_enabled() -> bool:
     """Returns whether Orbax takes s3:// paths now."""
     return _store is not None
+
+
+def silence_limits() -> tuple[int, int] | None:
+    """Returns the `stall_seconds` and `stall_rate` that S3 was enabled with; None if it is not enabled."""
+    return None if _store is None else (_store.given.stall_seconds, _store.given.stall_rate)
 
 
 def s3_usage() -> Usage:

@@ -1,0 +1,61 @@
+"""A process reads a share that nobody needs to measure its rate, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orbax_ext.plan import Group
+from orbax_ext.plan.course import Share
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.storage import counters
+from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.reads import Reads
+from tests.support.courses import make_course
+
+pytestmark = pytest.mark.once
+
+
+class OneProcess:
+    """Stands in for the executor of a process that is a replica."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self.read_groups: list[Group] = []
+
+    def share_bytes(self, group: Group) -> int:
+        return 100 if self.process in {bundle.reader for bundle in group.bundles} else 0
+
+    async def read(self, group: Group, held: Any = None) -> list[Any]:
+        self.read_groups.append(group)
+        return []
+
+
+@pytest.mark.parametrize(("process", "compare", "expected"), [(1, True, 1), (2, True, 0), (0, True, 0), (1, False, 0)])
+def test_the_next_replica_is_compared_with_a_slow_reader_once(
+    process: int, compare: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case() -> None:
+        course, executor, recorder, held = make_course("single"), OneProcess(process), Recorder(), object()
+        reads = Reads(
+            executor,  # type: ignore[arg-type]
+            course,
+            recorder,
+            Stopwatch(),
+            reason=lambda number: "",
+            held=held,  # type: ignore[arg-type]
+            arrived=lambda arrays: None,
+        )
+        read = counters.bytes_read()
+        monkeypatch.setattr(counters, "bytes_read", lambda: read + 100 * len(executor.read_groups))
+        course.deal({0: Share(1, 1e6), 1: Share(1), 2: Share(1), 3: Share(1)})
+        for number in range(3):
+            reads.probe(number, compare=compare)
+            await asyncio.sleep(0.01)
+        assert len(executor.read_groups) == expected
+        assert recorder.bytes_again == 100 * expected
+        assert (reads.shares.rate is not None) == bool(expected)
+
+    asyncio.run(case())

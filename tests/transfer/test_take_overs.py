@@ -1,0 +1,119 @@
+"""A restore fails only if nobody can read something, and then names all who have tried."""
+
+from __future__ import annotations
+
+import pytest
+
+from orbax_ext import errors
+from orbax_ext.plan.course import Course, Share
+from orbax_ext.report.recorder import Recorder
+from orbax_ext.transfer.take_overs import TakeOvers
+from tests.support.courses import make_course
+
+pytestmark = pytest.mark.once
+
+HOSTS = {process: f"host-{process}" for process in range(4)}
+DENIED = ("PermissionError", "PermissionError: [Errno 13] Permission denied: '/data/d/7'")
+REFUSED = ("ValueError", 'ValueError: PERMISSION_DENIED: Error reading "gs://bucket/x": HTTP 403')
+THROTTLED = ("ValueError", "ValueError: UNAVAILABLE: HTTP 503")
+GONE = ("OSError", "OSError: the disk is gone")
+
+
+def failed(kind: str, error: str) -> Share:
+    return Share(1, 1e6, failed={"error": error, "traceback": "", "kind": kind})
+
+
+class Restore:
+    """The meetings of a restore in which the group at the front was added for somebody, or is the first one."""
+
+    def __init__(self, strategy: str = "single") -> None:
+        self.course: Course = make_course(strategy)
+        self.recorder = Recorder()
+        self.take_overs = TakeOvers(self.course, self.recorder)
+        self.stuck: set[int] = set()
+
+    def meet(self, troubles: dict[int, Share]) -> list[int] | None:
+        """Meets with these shares, those of the others are ready; the group that this adds is the next one."""
+        shares = {
+            process: troubles.get(process, Share(1, 0.0 if process in self.stuck else 1e6)) for process in range(4)
+        }
+        self.stuck |= {process for process, share in troubles.items() if share.late}
+        added = self.take_overs.of_share(shares, HOSTS, "read")
+        self.course.next()
+        while added and self.course.order[self.course.ends.front] not in added:
+            self.course.next()
+        return added
+
+    @property
+    def reader(self) -> int:
+        (reader,) = {
+            bundle.reader for bundle in self.course.group(self.course.ends.front).bundles if bundle.reader is not None
+        }
+        return reader
+
+
+@pytest.mark.parametrize("error", [DENIED, REFUSED, THROTTLED, GONE])
+def test_all_replicas_try_what_some_may_not_read(error: tuple[str, str]) -> None:
+    restore, tried = Restore(), []
+    for _ in range(3):
+        tried.append(restore.reader)
+        assert restore.meet({restore.reader: failed(*error)})
+    assert len({*tried, restore.reader}) == 4
+    with pytest.raises(errors.RestoreFailedError) as caught:
+        restore.meet({restore.reader: failed(*error)})
+    assert sorted(caught.value.failures) == [0, 1, 2, 3]
+
+
+def test_who_has_failed_is_not_asked_again_for_the_same() -> None:
+    restore = Restore("spread")
+    assert restore.meet({1: failed(*DENIED)})
+    assert restore.meet({2: failed(*DENIED)})
+    readers = {bundle.reader for bundle in restore.course.group(restore.course.ends.front).bundles}
+    assert not readers & {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("ValueError", 'ValueError: DATA_LOSS: in "d/1"'), ("ValueError", 'ValueError: DATA_LOSS: in "d/2"')),
+        (("FileNotFoundError", "FileNotFoundError: 'a'"), ("FileNotFoundError", "FileNotFoundError: 'b'")),
+    ],
+)
+def test_broken_data_ends_the_restore_after_two_readers(one: tuple[str, str], other: tuple[str, str]) -> None:
+    restore = Restore()
+    first = restore.reader
+    assert restore.meet({first: failed(*one)})
+    second = restore.reader
+    with pytest.raises(errors.RestoreFailedError) as caught:
+        restore.meet({second: failed(*other)})
+    assert sorted(caught.value.failures) == sorted([first, second])
+    assert isinstance(caught.value, ValueError if one[0] == "ValueError" else FileNotFoundError)
+
+
+def test_two_different_errors_do_not_mean_that_the_data_is_broken() -> None:
+    restore = Restore()
+    assert restore.meet({restore.reader: failed("ValueError", "ValueError: DATA_LOSS")})
+    assert restore.meet({restore.reader: failed("ValueError", "ValueError: NOT_FOUND")})
+
+
+def test_who_was_late_is_the_last_to_try() -> None:
+    restore = Restore()
+    late = restore.reader
+    assert restore.meet({late: Share(1, 0.0, late=True)})
+    for _ in range(3):
+        assert restore.reader != late
+        assert restore.meet({restore.reader: failed(*DENIED)})
+    assert restore.reader == late
+    assert restore.meet({late: Share(1, 0.0, late=True)}) is None
+    assert restore.take_overs.alone
+
+
+def test_the_error_names_earlier_readers_that_were_late() -> None:
+    restore = Restore()
+    late = restore.reader
+    assert restore.meet({late: Share(1, 0.0, late=True)})
+    assert restore.meet({(second := restore.reader): failed("ValueError", "ValueError: DATA_LOSS")})
+    with pytest.raises(ValueError, match=rf"process {late} \(host-{late}\), in phase 'read': late") as caught:
+        restore.meet({(third := restore.reader): failed("ValueError", "ValueError: DATA_LOSS")})
+    assert isinstance(caught.value, errors.RestoreFailedError)
+    assert sorted(caught.value.failures) == sorted([late, second, third])
