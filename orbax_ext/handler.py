@@ -31,7 +31,7 @@ from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request
 from orbax_ext.storage import counters
 from orbax_ext.storage.connections import limit_silence_in
-from orbax_ext.storage.stall import while_storage_answers
+from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
@@ -110,7 +110,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
-                arrays = await self._read_alone(request, plan, recorder)
+                reading = self._read_alone(request, plan, recorder)
+                arrays = await while_bytes_arrive(reading, self.limits.stall, jax.process_index(), "read")
             if self.options.verify:
                 with recorder.span("verify"):
                     await verify_alone(self.limits, request, arrays)

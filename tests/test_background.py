@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_ext
 from orbax_ext.storage import counters
+from orbax_ext.transfer import boxes
 from tests.support import states
 
 
@@ -149,3 +150,26 @@ def test_a_registry_without_orbax_ext_is_refused(saved: pathlib.Path) -> None:
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer, pytest.raises(ValueError, match=r"orbax_ext\.pytree_handler\(\)"):
         orbax_ext.restore_async(checkpointer, saved / "3" / "default", args=ocp.args.PyTreeRestore())
+
+
+@pytest.mark.parametrize("stuck", ["restore", "read-ahead"])
+def test_storage_that_does_not_answer_ends_a_restore_of_one_process(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    fetch, reached = boxes.fetch, threading.Event()
+
+    async def never(*given: Any) -> Any:
+        ahead = threading.current_thread().name.startswith("orbax_ext read")
+        if ahead != (stuck == "read-ahead"):
+            return await fetch(*given)
+        reached.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(boxes, "fetch", never)
+    with orbax_ext.registered(stall_timeout=0.5), ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, **({"host_memory_limit_bytes": 0} if stuck == "restore" else {}))
+        assert stuck == "restore" or reached.wait(60)
+        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has read nothing for 0\.5 s") as raised:
+            pending.result()
+    assert raised.value.missing == (0,)
+    assert raised.value.phases == {0: "read"}

@@ -1,7 +1,8 @@
 """No wait without a limit: everything in the package that waits has a limit, or a reason in the list below.
 
 An `await` of a coroutine function of the package is not listed: what that function waits for is. Work of a restore
-between two meetings needs no limit of its own: `Session.together` cancels it when no process advances any more.
+between two meetings needs no limit of its own: `Session.together` cancels it when no process advances any more. A
+restore that meets nobody is cancelled by `while_bytes_arrive` when it reads nothing any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
 LOCKS = ("lock", "_writing")
 
 # The module and the expression that waits, with the reason why it has no limit.
-_WORK = "work between two meetings: the session cancels it when no process advances"
+_WORK = "`Session.together` cancels it when no process advances, and `while_bytes_arrive` where there is no session"
 _DESCRIBE = "the request is read within stall_timeout of the last answer of storage"
 _AHEAD = "in a thread that nobody waits for: a restore that needs the read has limits, and stopping cancels it"
 _ENDED = "the task has ended"
@@ -48,7 +49,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
     ("handler", "await self._within(timeout).deserialize(infos, args)"): "our own handler",
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
-    ("lab.forked", "_starting_lock"): _LOCK,
     ("lab.forked", "self._socket.recv(LONGEST_MESSAGE)"): "the socket has a limit",
     ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",
     ("lab.worker", "jax.distributed.shutdown()"): "the cluster ends a worker that does not end by itself",
