@@ -91,7 +91,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         async with one_at_a_time(self.options.stall_timeout):
             with loss_explained(args):
-                return await stacked_restore.restore(self, infos, args, self._restore)
+                return await stacked_restore.restore(self, self.options, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):

@@ -23,7 +23,7 @@ LOCKS = ("lock", "_writing")
 
 # The module and the expression that waits, with the reason why it has no limit.
 _WORK = "`Session.together` cancels it when no process advances, and `while_bytes_arrive` where there is no session"
-_DESCRIBE = "the request is read within stall_timeout of the last answer of storage"
+_DESCRIBE = "`while_storage_answers` around it, or `wait_for` where it is advice about an error"
 _AHEAD = "in a thread that nobody waits for: a restore that needs the read has limits, and stopping cancels it"
 _ENDED = "the task has ended"
 _LOCK = "held for a few lines that wait for nothing else"
