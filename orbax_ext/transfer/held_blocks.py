@@ -32,6 +32,7 @@ from orbax_ext.transfer.executor import Executor
 _BATCH_BYTES = 64 << 20  # of leaves that are read directly: so many are read at a time
 
 Held = Mapping[int, HostBlocks]  # by index in the plan
+CompilePrograms = Callable[[threading.Event], None]  # ends early when the event is set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,10 @@ class HeldBlocks:
     """
 
     def __init__(
-        self, share: PlannedShare | None, units: Sequence[Unit], compile_programs: Callable[[], None] = lambda: None
+        self,
+        share: PlannedShare | None,
+        units: Sequence[Unit],
+        compile_programs: CompilePrograms = lambda given_up: None,
     ) -> None:
         """`units`: first one for each group of the plan, then others. None and no units: nothing is held."""
         self._share = share
