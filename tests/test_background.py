@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
 import pathlib
 import threading
 import time
@@ -173,3 +175,43 @@ def test_storage_that_does_not_answer_ends_a_restore_of_one_process(
             pending.result()
     assert raised.value.missing == (0,)
     assert raised.value.phases == {0: "read"}
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_a_cancelled_restore_keeps_nothing(saved: pathlib.Path, exchange: str) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        gc.collect()
+        before = {id(array) for array in jax.live_arrays()}
+        pending = begin(manager, exchange=exchange)
+        wait(pending)
+        assert pending.cancel()
+        gc.collect()
+        assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+        assert isinstance(pending.exception(), concurrent.futures.CancelledError)
+
+
+def test_a_restore_that_is_cancelled_before_it_ends_keeps_nothing(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state comes when nobody wants it any more."""
+    restored, cancelled = threading.Event(), threading.Event()
+    deserialize = orbax_ext.BroadcastArrayHandler.deserialize
+
+    async def late(*given: Any) -> Any:
+        arrays = await deserialize(*given)
+        restored.set()
+        cancelled.wait(60)
+        return arrays
+
+    monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", late)
+    with ocp.CheckpointManager(saved) as manager:
+        gc.collect()
+        before = {id(array) for array in jax.live_arrays()}
+        pending = begin(manager, exchange="background")
+        assert restored.wait(60)
+        pending._abandon()
+        cancelled.set()
+        wait(pending)
+        assert pending.cancel()
+        gc.collect()
+        assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []

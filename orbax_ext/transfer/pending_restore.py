@@ -198,6 +198,7 @@ class WholeRestore:
         self._taking = Taking()
         self._abandoned = False
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._lock = threading.RLock()  # of both; `abandon` may be called wherever Python collects garbage
         self._over = threading.Event()
         with _under_way_lock:
             self._earlier = tuple(_under_way)
@@ -235,7 +236,9 @@ class WholeRestore:
                 raise _NotYetError(errors.RestoreTimeoutError(message, [here], {here: phase}))
 
     def abandon(self) -> None:
-        self._abandoned = True
+        with self._lock:
+            self._abandoned = True
+            self._outcome = concurrent.futures.Future()  # it may have the state already
         self._taking.cancel()
 
     def join(self) -> None:
@@ -251,9 +254,14 @@ class WholeRestore:
                 raise concurrent.futures.CancelledError
             self._settings()
             with self._scope(), self._taking.scope():
-                self._outcome.set_result(self._restore())
+                state = self._restore()
+            with self._lock:
+                if not self._abandoned:
+                    self._outcome.set_result(state)
         except BaseException as error:
-            self._outcome.set_exception(error)
+            with self._lock:
+                if not self._abandoned:
+                    self._outcome.set_exception(error)
         finally:
             self._over.set()
             with _under_way_lock:

@@ -251,29 +251,35 @@ def leave(path: str) -> list[tuple[str, int, list[str]]]:
     """Leaves pending restores in every way; returns what is left: (way, bytes of memory, threads)."""
     left = []
     tracemalloc.start()
-    for way in ("cancelled", "dropped", "with", "at once", "background"):
+    for way in ("cancelled", "dropped", "with", "at once", "background", "background, dropped"):
         gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
+        before = _held_bytes()
         with ocp.CheckpointManager(f"{path}/manager") as made:
-            arguments: Any = {"exchange": "background"} if way == "background" else {}
+            arguments: Any = {"exchange": "background"} if way.startswith("background") else {}
             pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
-            if way == "background":
-                wait(pending)
-            elif way != "at once":
+            if way != "at once":
                 assert wait(pending) > SHARE
-                assert tracemalloc.get_traced_memory()[0] - before > SHARE
+                assert _held_bytes() - before > SHARE
             if way == "with":
                 with pending:
                     pass
-            elif way != "dropped":
+            elif not way.endswith("dropped"):
                 assert pending.cancel()
                 assert pending.cancel()  # again
                 _refuses(pending)
-            del pending
-        gc.collect()
-        left.append((way, tracemalloc.get_traced_memory()[0] - before, threads()))
+            if way.endswith("dropped"):
+                del pending
+            gc.collect()
+            left.append((way, _held_bytes() - before, threads()))  # while `pending` is there, unless it was dropped
     tracemalloc.stop()
     return left
+
+
+def _held_bytes() -> int:
+    """Returns the bytes of Python's memory and of all arrays."""
+    return tracemalloc.get_traced_memory()[0] + sum(
+        shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards
+    )
 
 
 def _refuses(pending: Any) -> None:
