@@ -11,6 +11,7 @@ import runpy
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
+from jax._src.interpreters import pxla
+from jax.experimental import multihost_utils
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_ext
@@ -82,21 +85,53 @@ def differences(state: Any) -> list[str]:
 
 @contextlib.contextmanager
 def nothing_but_reading() -> Iterator[None]:
-    """Fails whoever puts something onto a device, meets other processes or enters a barrier of Orbax."""
+    """Fails whoever runs a program, puts something onto a device, meets other processes or enters a barrier of Orbax.
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("this must wait for result()")
+    An attempt counts even if its error is caught: programs are compiled in a thread that ignores errors.
+    """
+    attempts: list[str] = []
+
+    def forbidden(name: str) -> Any:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            attempts.append("".join([f"{name}\n", *traceback.format_stack(limit=8)]))
+            raise AssertionError(f"{name} must wait for result()")
+
+        return fail
 
     targets = [
         (jax, "device_put"),
         (jax, "make_array_from_single_device_arrays"),
+        (jax, "make_array_from_callback"),
+        (pxla.ExecuteReplicated, "__call__"),  # any program
         (Exchange, "_start"),
         (Session, "arrive"),
         (multihost, "sync_global_processes"),
+        (multihost, "broadcast_one_to_all"),
+        *((multihost_utils, name) for name in ("broadcast_one_to_all", "process_allgather", "sync_global_devices")),
     ]
+    jax.clear_caches()  # a jitted function that has run before would not pass through Python
     with contextlib.ExitStack() as stack:
         for owner, name in targets:
-            stack.enter_context(mock.patch.object(owner, name, fail))
+            stack.enter_context(mock.patch.object(owner, name, forbidden(name)))
+        yield
+    assert attempts == []
+
+
+@contextlib.contextmanager
+def nothing_but_reading_from_the_start(stack: contextlib.ExitStack) -> Iterator[None]:
+    """Enters `nothing_but_reading` on a stack at the moment at which a restore is begun."""
+
+    def guarded(begin: Any) -> Any:
+        def begin_guarded(*args: Any, **kwargs: Any) -> Any:
+            stack.enter_context(nothing_but_reading())
+            return begin(*args, **kwargs)
+
+        return begin_guarded
+
+    with (
+        mock.patch.object(orbax_ext, "restore_async", guarded(orbax_ext.restore_async)),
+        mock.patch.object(orbax_ext.v1, "load_async", guarded(orbax_ext.v1.load_async)),
+    ):
         yield
 
 
@@ -220,9 +255,10 @@ def restore(path: str, way: str, *, context: str = "none", **arguments: Any) -> 
     """Reads ahead, with everything else forbidden, and then takes the result."""
     registered = ocp.type_handlers.get_type_handler(jax.Array)
     with states.in_context(context, MESH.make()):
-        with WAYS[way](path, **arguments) as pending:
-            with nothing_but_reading():
-                ahead = wait(pending)
+        forbidden = contextlib.ExitStack()
+        with nothing_but_reading_from_the_start(forbidden), WAYS[way](path, **arguments) as pending, forbidden:
+            ahead = wait(pending)
+            forbidden.close()
             before = counters.bytes_read()
             state = pending.result()
             read = counters.bytes_read() - before
