@@ -215,3 +215,75 @@ def test_a_restore_that_is_cancelled_before_it_ends_keeps_nothing(
         assert pending.cancel()
         gc.collect()
         assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_that_is_not_positive_is_refused_and_costs_nothing(saved: pathlib.Path, timeout: float) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        assert wait(pending) >= HELD
+        with pytest.raises(
+            ValueError, match=r"timeout must be a positive number of seconds or None; found (0|-1\.0)\."
+        ):
+            pending.result(timeout)
+        assert pending.exception() is None
+        before = counters.bytes_read()
+        assert_restored(pending.result())
+        assert counters.bytes_read() - before < 8 << 10
+
+
+def test_a_manager_of_another_kind_is_named_with_its_module() -> None:
+    class CheckpointManager:
+        """As Orbax's emergency manager is called, too."""
+
+    with pytest.raises(ValueError, match=r"takes a CheckpointManager .*; found a tests\.test_background\..*Manager\."):
+        orbax_ext.restore_async(CheckpointManager(), 3)
+
+
+class Gate:
+    """Holds back all reads until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._fetch = boxes.fetch
+        monkeypatch.setattr(boxes, "fetch", self._hold_back)
+
+    async def _hold_back(self, *given: Any) -> Any:
+        self.reached.set()
+        while not self.open.is_set():
+            await asyncio.sleep(0.01)
+        return await self._fetch(*given)
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_progress_has_a_rate_and_the_time_left(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    gate = Gate(monkeypatch)
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange=exchange)
+        assert gate.reached.wait(60)
+        first = pending.progress()
+        assert (first.done, first.rate, first.remaining) == (0, 0.0, None)
+        gate.open.set()
+        wait(pending)
+        last = pending.progress()
+        assert last.rate > 0
+        assert last.done == last.total >= HELD
+        assert last.remaining == 0.0
+        assert_restored(pending.result())
+
+
+def test_dropping_a_restore_that_runs_in_the_background_ends_it(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, before = Gate(monkeypatch), {*threading.enumerate()}
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        (thread,) = [one for one in {*threading.enumerate()} - before if one.name == "orbax_ext restore"]
+        del pending
+        gc.collect()
+        thread.join(30.0)
+        assert not thread.is_alive()
+        assert not gate.open.is_set()

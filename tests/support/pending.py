@@ -28,6 +28,7 @@ from orbax.checkpoint._src.multihost import multihost
 import orbax_ext
 from orbax_ext.meeting.session import Session
 from orbax_ext.storage import counters
+from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
 from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
@@ -361,6 +362,26 @@ def fail(path: str, absent: int | None = None, limit: float | None = None, **arg
             assert pending.exception() is raised.value
             texts.append(text_of(raised.value))
     return [*texts, *threads()]
+
+
+def fail_on_one(path: str, exchange: str) -> list[str]:
+    """Returns the error of `result` while process 2 can read nothing, and what is left."""
+    fetch = boxes.fetch
+
+    async def failing(*given: Any) -> Any:
+        if jax.process_index() == 2:
+            raise OSError("the disk is gone")
+        return await fetch(*given)
+
+    with (
+        mock.patch.object(boxes, "fetch", failing),
+        orbax_ext.registered(strategy="spread", strict_readers=True, **GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
+        pending: Any = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange=exchange)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="the disk is gone") as raised:
+            pending.result()
+    return [text_of(raised.value), *threads()]
 
 
 def losses(program: str, checkpoints: str, steps: int) -> list[str]:
