@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 from etils import epath
@@ -52,9 +53,15 @@ def test_one_readable_list_of_key_types_is_enough(path: pathlib.Path, monkeypatc
     (lists / "process_0").write_text("{")
     (lists / "process_1").unlink()
     (lists / "process_1").symlink_to("nowhere")
-    read, read_text = [], epath.Path.read_text
+    read: list[str] = []
     kind = type(epath.Path(path))
-    monkeypatch.setattr(kind, "read_text", lambda self, *given: read.append(self.name) or read_text(self, *given))
+    read_text = kind.read_text
+
+    def noted(self: epath.Path, *given: Any) -> str:
+        read.append(self.name)
+        return str(read_text(self, *given))
+
+    monkeypatch.setattr(kind, "read_text", noted)
     (leaf,) = describe(path).leaves
     assert leaf.key_type == "threefry2x32"
     assert [name for name in read if name.startswith("process_")] == ["process_0", "process_1", "process_2"]
