@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 import orbax_ext
 from bench import network, work
 from bench.scenarios import Scenario
 from orbax_ext.lab import handlers
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
+from orbax_ext.upstream.runtime import coordination_client
 
 _WIDTH = 64  # columns of a leaf that a layer uses: the step itself is quick, whatever it takes to compile
 _ROWS = 8
 _RATE = 0.01
+_START_LIMIT = 120  # seconds for all processes to be ready
 
 State = dict[str, jax.Array]
 
@@ -47,7 +48,8 @@ def first_step(scenario: Scenario, path: str, way: str, layers: int, url: str) -
     plain = ocp.type_handlers.ArrayHandler(array_metadata_store=ArrayMetadataStore())
     registered: Any = handlers.installed(plain) if way == "plain" else orbax_ext.registered(progress=False)
     with work.served_from(path, url), registered, ocp.CheckpointManager(path) as manager:
-        multihost_utils.sync_global_devices("bench")
+        # Not `sync_global_devices`: it runs a program, and each start has to connect by itself.
+        coordination_client().wait_at_barrier(f"start {way} {layers}", timeout_in_ms=_START_LIMIT * 1000)
         idle, started = network.idle_seconds(), time.monotonic()
         watch, step, state, pending, loss = _Watch(), None, None, None, b""
         if "restore_async" in way:
@@ -108,7 +110,7 @@ def _cycle(weights: State) -> Any:
 
 def compile_seconds(scenario: Scenario, layers: int) -> float:
     """Compiles on all processes at once; returns the seconds that this one took."""
-    multihost_utils.sync_global_devices("bench")
+    coordination_client().wait_at_barrier(f"compile {layers}", timeout_in_ms=_START_LIMIT * 1000)
     started = time.monotonic()
     compile_step(_abstract(scenario), layers)
     return time.monotonic() - started

@@ -29,6 +29,7 @@ from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
 from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.plan.forecast import notation
+from orbax_ext.plan.planner import digest
 from orbax_ext.registration import pytree_handler, restore_args
 from orbax_ext.storage import checkpoint, s3
 from orbax_ext.storage.checkpoint import LeafFacts, MappedSpecs, StoredTree
@@ -40,6 +41,7 @@ Cast = Callable[[np.dtype], np.dtype]  # from a stored dtype to the one to resto
 
 _SUBJECT = "abstract"
 _PHASE = "read the metadata"
+_LONGEST = 200  # characters of an argument in a message
 _EMPTY_SCALARS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": 0.0, "V": 0.0, "c": 0j}  # by numpy's kind of dtype
 
 
@@ -74,7 +76,7 @@ def abstract(
         an error in reading is a `RestoreFailedError` that is a `ValueError` too, on all of them.
     """
     with s3.enabled_for(path):
-        return _describe(_read(path, step, item, Limits()), mesh, specs, dtype)
+        return _describe(_read(path, step, item, Limits(), specs, dtype), mesh, specs, dtype)
 
 
 @options.with_knobs_in_signature
@@ -96,7 +98,7 @@ def restore(
     limits = Limits(knobs.get("stall_timeout", options.Options.stall_timeout), knobs.get("timeout"))
     handler = pytree_handler(**knobs)
     with s3.enabled_for(path), ocp.Checkpointer(handler) as checkpointer:
-        tree = _read(path, step, item, limits)
+        tree = _read(path, step, item, limits, specs, dtype)
         target = _describe(tree, mesh, specs, dtype)
         args = ocp.args.PyTreeRestore(target, restore_args=restore_args(target))
         return checkpointer.restore(tree.path, args=args)
@@ -105,8 +107,13 @@ def restore(
 # Reading: one process for all.
 
 
-def _read(path: Path, step: int | None, item: str | None, limits: Limits) -> StoredTree:
-    """Returns what is stored at a path. An error of one process is raised on all of them."""
+def _read(
+    path: Path, step: int | None, item: str | None, limits: Limits, specs: SpecRules | None, dtype: Any
+) -> StoredTree:
+    """Returns what is stored at a path. An error of one process is raised on all of them.
+
+    Raises `PlanMismatchError` if the processes were given different arguments.
+    """
     if step is not None and not isinstance(step, (int, np.integer)):
         raise ValueError(f"step must be an integer or None; found {step!r}.")
     step = None if step is None else int(step)
@@ -117,7 +124,7 @@ def _read(path: Path, step: int | None, item: str | None, limits: Limits) -> Sto
     if jax.process_count() == 1:
         return read()
     with open_session(_SUBJECT, limits) as session:
-        arrivals = session.arrive({"asked": [os.fspath(path), step, item]})
+        arrivals = session.arrive({"asked": [os.fspath(path), step, item, _short(specs), _short(dtype)]})
         _require_same(arrivals)
         home = f"{session.home}/once"  # removed with the session
         shared = SharedResults(coordination_client(), home, jax.process_index(), limits.stall)
@@ -131,13 +138,26 @@ def _read(path: Path, step: int | None, item: str | None, limits: Limits) -> Sto
     return StoredTree.from_json(text)
 
 
+def _short(argument: Any) -> str | None:
+    """Returns an argument as a short text that differs if the argument does."""
+    if argument is None:
+        return None
+    if isinstance(argument, Mapping):
+        text = ", ".join(f"{pattern!r}: {spec}" for pattern, spec in argument.items())  # the first match counts
+    else:
+        text = getattr(argument, "__name__", None) or str(argument)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... with digest {digest(text)}"
+
+
 def _require_same(arrivals: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises `PlanMismatchError` if the processes ask for different checkpoints."""
+    """Raises `PlanMismatchError` if the processes ask for different checkpoints, specs or dtypes."""
     asked = {process: ", ".join(map(str, arrival["asked"])) for process, arrival in arrivals.items()}
     if len(set(asked.values())) > 1:
         texts = [f"process {process} asks for {text}" for process, text in sorted(asked.items())]
         raise errors.PlanMismatchError(
-            f"the processes ask for different checkpoints (path, step, item): {text_lib.listing(texts, 4)}", asked
+            "the processes ask for different checkpoints (path, step, item, specs, dtype): "
+            f"{text_lib.listing(texts, 4)}",
+            asked,
         )
 
 

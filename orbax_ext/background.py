@@ -62,7 +62,7 @@ def restore_async(
     _check(exchange, host_memory_limit_bytes)
     if not isinstance(checkpointer, ocp.CheckpointManager | ocp.Checkpointer):
         raise ValueError(
-            f"restore_async takes a CheckpointManager or a Checkpointer; found a {type(checkpointer).__name__}. "
+            f"restore_async takes a CheckpointManager or a Checkpointer; found a {_qualified(type(checkpointer))}. "
             "For Orbax's v1 API use orbax_ext.v1.load_async."
         )
     if isinstance(checkpointer, ocp.CheckpointManager):
@@ -96,6 +96,11 @@ def begin(
         return PendingRestore(WholeRestore(restore, scope))
     limit = host_memory_limit() if host_memory_limit_bytes is None else host_memory_limit_bytes
     return PendingRestore(ReadAheadRestore(restore, scope, HostReads(sources, limit, settings_of_thread())))
+
+
+def _qualified(kind: type) -> str:
+    """Returns the name of a type with its module: Orbax's emergency manager has the name of the ordinary one."""
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check(exchange: Exchange, host_memory_limit_bytes: int | None) -> None:

@@ -31,7 +31,7 @@ from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request, may_concern_all_processes
 from orbax_ext.storage import counters, s3
 from orbax_ext.storage.connections import limit_silence_in
-from orbax_ext.storage.stall import while_storage_answers
+from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
@@ -91,7 +91,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         async with one_at_a_time(self.options.stall_timeout):
             with loss_explained(args):
-                return await stacked_restore.restore(self, infos, args, self._restore)
+                return await stacked_restore.restore(self, self.options, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
@@ -110,7 +110,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
-                arrays = await self._read_alone(request, plan, recorder)
+                reading = self._read_alone(request, plan, recorder)
+                arrays = await while_bytes_arrive(reading, self.limits.stall, jax.process_index(), "read")
             if self.options.verify:
                 with recorder.span("verify"):
                     await verify_alone(self.limits, request, arrays)

@@ -18,6 +18,7 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadat
 
 import orbax_ext
 from orbax_ext.storage import checkpoint, counters
+from orbax_ext.storage.checkpoint import folders
 from tests.support import plain_orbax, states
 from tests.support.checkpoints import FORMATS, LARGE, save, state
 
@@ -59,6 +60,18 @@ def test_the_path_may_be_a_managers_directory_a_step_or_an_item(saved: pathlib.P
     for path in (saved, saved / "12", saved / "12" / "default", str(saved)):
         assert plain_orbax.differences(orbax_ext.restore(path, mesh("dp", "tp"))["params"], expected) == []
     assert orbax_ext.restore(saved, step=1)["name"] == "a string"
+
+
+def test_no_file_is_looked_at_for_its_size(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes_below(path: Any) -> Any:
+        raise AssertionError(f"the sizes below {path} are not needed")
+
+    expected = str(orbax_ext.abstract(saved / "12" / "default", mesh("dp")))
+    monkeypatch.setattr(folders, "sizes_below", sizes_below)
+    assert str(orbax_ext.abstract(saved, mesh("dp"))) == expected
+    assert str(orbax_ext.abstract(saved / "12", mesh("dp"))) == expected
+    with pytest.raises(AssertionError, match="are not needed"):
+        checkpoint.inspect(saved)
 
 
 def test_a_step_that_was_not_finished_is_not_taken(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
 import pathlib
 import threading
 import time
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_ext
 from orbax_ext.storage import counters
+from orbax_ext.transfer import boxes
 from tests.support import states
 
 
@@ -149,3 +152,139 @@ def test_a_registry_without_orbax_ext_is_refused(saved: pathlib.Path) -> None:
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer, pytest.raises(ValueError, match=r"orbax_ext\.pytree_handler\(\)"):
         orbax_ext.restore_async(checkpointer, saved / "3" / "default", args=ocp.args.PyTreeRestore())
+
+
+@pytest.mark.parametrize("stuck", ["restore", "read-ahead"])
+def test_storage_that_does_not_answer_ends_a_restore_of_one_process(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    fetch, reached = boxes.fetch, threading.Event()
+
+    async def never(*given: Any) -> Any:
+        ahead = threading.current_thread().name.startswith("orbax_ext read")
+        if ahead != (stuck == "read-ahead"):
+            return await fetch(*given)
+        reached.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(boxes, "fetch", never)
+    with orbax_ext.registered(stall_timeout=0.5), ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, **({"host_memory_limit_bytes": 0} if stuck == "restore" else {}))
+        assert stuck == "restore" or reached.wait(60)
+        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has read nothing for 0\.5 s") as raised:
+            pending.result()
+    assert raised.value.missing == (0,)
+    assert raised.value.phases == {0: "read"}
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_a_cancelled_restore_keeps_nothing(saved: pathlib.Path, exchange: str) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        gc.collect()
+        before = {id(array) for array in jax.live_arrays()}
+        pending = begin(manager, exchange=exchange)
+        wait(pending)
+        assert pending.cancel()
+        gc.collect()
+        assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+        assert isinstance(pending.exception(), concurrent.futures.CancelledError)
+
+
+def test_a_restore_that_is_cancelled_before_it_ends_keeps_nothing(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state comes when nobody wants it any more."""
+    restored, cancelled = threading.Event(), threading.Event()
+    deserialize = orbax_ext.BroadcastArrayHandler.deserialize
+
+    async def late(*given: Any) -> Any:
+        arrays = await deserialize(*given)
+        restored.set()
+        cancelled.wait(60)
+        return arrays
+
+    monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", late)
+    with ocp.CheckpointManager(saved) as manager:
+        gc.collect()
+        before = {id(array) for array in jax.live_arrays()}
+        pending = begin(manager, exchange="background")
+        assert restored.wait(60)
+        pending._abandon()
+        cancelled.set()
+        wait(pending)
+        assert pending.cancel()
+        gc.collect()
+        assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_that_is_not_positive_is_refused_and_costs_nothing(saved: pathlib.Path, timeout: float) -> None:
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        assert wait(pending) >= HELD
+        with pytest.raises(
+            ValueError, match=r"timeout must be a positive number of seconds or None; found (0|-1\.0)\."
+        ):
+            pending.result(timeout)
+        assert pending.exception() is None
+        before = counters.bytes_read()
+        assert_restored(pending.result())
+        assert counters.bytes_read() - before < 8 << 10
+
+
+def test_a_manager_of_another_kind_is_named_with_its_module() -> None:
+    class CheckpointManager:
+        """As Orbax's emergency manager is called, too."""
+
+    with pytest.raises(ValueError, match=r"takes a CheckpointManager .*; found a tests\.test_background\..*Manager\."):
+        orbax_ext.restore_async(CheckpointManager(), 3)
+
+
+class Gate:
+    """Holds back all reads until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._fetch = boxes.fetch
+        monkeypatch.setattr(boxes, "fetch", self._hold_back)
+
+    async def _hold_back(self, *given: Any) -> Any:
+        self.reached.set()
+        while not self.open.is_set():
+            await asyncio.sleep(0.01)
+        return await self._fetch(*given)
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_progress_has_a_rate_and_the_time_left(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    gate = Gate(monkeypatch)
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange=exchange)
+        assert gate.reached.wait(60)
+        first = pending.progress()
+        assert (first.rate, first.remaining) == (0.0, None)
+        assert first.done < HELD  # metadata may count
+        gate.open.set()
+        wait(pending)
+        last = pending.progress()
+        assert last.rate > 0
+        assert last.done == last.total >= HELD
+        assert last.remaining == 0.0
+        assert_restored(pending.result())
+
+
+def test_dropping_a_restore_that_runs_in_the_background_ends_it(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, before = Gate(monkeypatch), {*threading.enumerate()}
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        (thread,) = [one for one in {*threading.enumerate()} - before if one.name == "orbax_ext restore"]
+        del pending
+        gc.collect()
+        thread.join(30.0)
+        assert not thread.is_alive()
+        assert not gate.open.is_set()

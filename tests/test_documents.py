@@ -139,6 +139,11 @@ def test_make_targets_that_a_document_names_exist(document: pathlib.Path) -> Non
     assert set(_TARGET.findall(document.read_text())) <= targets
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "bench" / "results").glob("*.md")), ids=relative)
+def test_every_measured_page_is_in_the_list_of_documents(page: pathlib.Path) -> None:
+    assert f"(../{relative(page)})" in (ROOT / "docs" / "README.md").read_text()
+
+
 def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: pathlib.Path) -> None:
     assert dead(README, "docs/no_such_page.md")
     assert dead(README, "docs/restoring.md#no-such-heading")

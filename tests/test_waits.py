@@ -1,7 +1,8 @@
 """No wait without a limit: everything in the package that waits has a limit, or a reason in the list below.
 
 An `await` of a coroutine function of the package is not listed: what that function waits for is. Work of a restore
-between two meetings needs no limit of its own: `Session.together` cancels it when no process advances any more.
+between two meetings needs no limit of its own: `Session.together` cancels it when no process advances any more. A
+restore that meets nobody is cancelled by `while_bytes_arrive` when it reads nothing any more.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
 LOCKS = ("lock", "_writing")
 
 # The module and the expression that waits, with the reason why it has no limit.
-_WORK = "work between two meetings: the session cancels it when no process advances"
-_DESCRIBE = "the request is read within stall_timeout of the last answer of storage"
+_WORK = "`Session.together` cancels it when no process advances, and `while_bytes_arrive` where there is no session"
+_DESCRIBE = "`while_storage_answers` around it, or `wait_for` where it is advice about an error"
 _AHEAD = "in a thread that nobody waits for: a restore that needs the read has limits, and stopping cancels it"
 _ENDED = "the task has ended"
 _LOCK = "held for a few lines that wait for nothing else"
@@ -106,6 +107,8 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.direct_reads", "await deserialize(handler, infos, args)"): _WORK,
     ("transfer.assembly", "self._lock"): "in a thread that has a limit",
     ("transfer.direct_reads", "turn"): _WORK,
+    ("transfer.host_reads", "self._compiler.join()"): _AHEAD,
+    ("transfer.host_reads", "self._to_compile.get()"): "the thread that reads puts an end into it, also if it fails",
     ("transfer.host_reads", "loop.run_until_complete(task)"): _AHEAD,
     ("transfer.verify", "self._free"): _WORK,
     ("transfer.held_blocks", "_taking.get()"): "a context variable, not a queue",

@@ -117,7 +117,7 @@ def _stored(path: str, step: int | None) -> list[Described]:
     from orbax_ext.storage import checkpoint  # imports JAX, Orbax and TensorStore
 
     with files.readable_checkpoint(path):
-        items = [item for item in checkpoint.items_of(path, step) if item.has_arrays]
+        items = [item for item in checkpoint.items_of(path, step, sizes_wanted=False) if item.has_arrays]
     arrays = []
     for item in items:
         for leaf in item.leaves:

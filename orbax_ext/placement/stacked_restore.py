@@ -19,9 +19,12 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import errors
 from orbax_ext import text as text_lib
+from orbax_ext.meeting.arrival import failing_together
+from orbax_ext.options import Options
 from orbax_ext.placement import pieces, specs, stacked
 from orbax_ext.redact import redact
 from orbax_ext.storage import array_metadata
+from orbax_ext.storage.stall import while_storage_answers
 from orbax_ext.upstream.array_handler import saved_arrays
 
 _ADVICE_LIMIT = 10.0  # seconds: the restore has failed, and advice about the error is not worth more
@@ -49,13 +52,18 @@ def require_shardings(abstract: Any) -> None:
 
 
 async def restore(
-    handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any], restore_leaves: RestoreLeaves
+    handler: type_handlers.ArrayHandler,
+    options: Options,
+    infos: Sequence[Any],
+    args: Sequence[Any],
+    restore_leaves: RestoreLeaves,
 ) -> Sequence[jax.Array]:
     """Restores with `restore_leaves(infos, args)`, and converts leaves that are stacked on one side only.
 
     If a restore fails and its leaves differ by a leading axis that the args do not allow for, the error says so.
     """
-    conversions = await _conversions(handler, infos, args)
+    async with failing_together(options):  # the others wait for this process at the first meeting of the restore
+        conversions = await while_storage_answers(_conversions(handler, infos, args), options.stall_timeout)
     stored_args = [conversions[index].args if index in conversions else arg for index, arg in enumerate(args)]
     try:
         arrays = await restore_leaves(infos, stored_args)

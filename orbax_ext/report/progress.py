@@ -152,12 +152,12 @@ class Watcher:
     """Reads from a recorder how far its restore is."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._tracker = recorder, Tracker()
+        self.recorder, self._tracker = recorder, Tracker()
         self._bytes_by_group = functools.lru_cache(maxsize=1)(_bytes_by_group)  # slow if there are many leaves
 
     def look(self, planned: PlannedRestore, finished: bool) -> ProgressSnapshot:
         """Returns a snapshot; if `finished`, all groups that were begun count as read."""
-        recorder, session = self._recorder, self._recorder.session
+        recorder, session = self.recorder, self.recorder.session
         bytes_by_group = self._bytes_by_group(planned, 1 if session is None else jax.process_count())
         begun = recorder.groups_begun | recorder.groups_read
         passed = begun if finished else recorder.groups_read

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from orbax_ext import errors
 from orbax_ext.storage import counters
 
 T = TypeVar("T")
@@ -17,14 +18,33 @@ _LOOK_EVERY = 1.0  # seconds
 
 async def while_storage_answers(work: Coroutine[Any, Any, T], stall: float) -> T:
     """Awaits work that reads from storage; raises `TimeoutError` if no request is made for `stall` seconds."""
+    error = TimeoutError(f"storage has not answered for {stall:g} s (stall_timeout)")
+    return await _while_counting(work, counters.requests, stall, error)
+
+
+async def while_bytes_arrive(work: Coroutine[Any, Any, T], stall: float, process: int, phase: str) -> T:
+    """Awaits what a process reads without the others, whose session would watch it.
+
+    Raises `RestoreTimeoutError` if it reads nothing for `stall` seconds.
+    """
+    message = (
+        f"process {process} has read nothing for {stall:g} s (stall_timeout), in phase {phase!r}: storage does not "
+        "answer. This restore reads on each process by itself; the others may have ended theirs."
+    )
+    error = errors.RestoreTimeoutError(message, [process], {process: phase})
+    return await _while_counting(work, counters.bytes_read, stall, error)
+
+
+async def _while_counting(work: Coroutine[Any, Any, T], count: Callable[[], int], stall: float, error: Exception) -> T:
+    """Awaits work; raises the error if `count` has not changed for `stall` seconds."""
     task = asyncio.ensure_future(work)
-    requests, since = counters.requests(), time.monotonic()
+    counted, since = count(), time.monotonic()
     try:
         while not (await asyncio.wait({task}, timeout=min(stall, _LOOK_EVERY)))[0]:
-            if counters.requests() != requests:
-                requests, since = counters.requests(), time.monotonic()
+            if count() != counted:
+                counted, since = count(), time.monotonic()
             elif time.monotonic() - since > stall:
-                raise TimeoutError(f"storage has not answered for {stall:g} s (stall_timeout)")
+                raise error
         return task.result()
     finally:
         if not task.get_loop().is_closed():  # Orbax may close it under a restore

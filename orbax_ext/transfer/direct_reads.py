@@ -16,10 +16,11 @@ from orbax_ext.transfer import boxes, reading
 from orbax_ext.transfer.assembly import Assembly
 from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import PlannedLeaves
+from orbax_ext.transfer.donation import donatable
 from orbax_ext.transfer.programs import run_in_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import is_releasing, release
-from orbax_ext.upstream.array_handler import without_array_metadata
+from orbax_ext.upstream.array_handler import Format, without_array_metadata
 from orbax_ext.upstream.stored_arrays import deserialize
 
 _BATCH = 16 << 20  # bytes per device that are read directly before they are handed over in one go
@@ -120,7 +121,13 @@ class DirectReads:
         requests = [self._leaves.request(leaf) for leaf in leaves]
         infos, args = [request.info for request in requests], [request.arg for request in requests]
         arrays = await deserialize(handler, infos, args)
-        return dict(zip(leaves, arrays, strict=True))
+
+        def owned() -> dict[int, jax.Array]:
+            pairs = zip(leaves, requests, arrays, strict=True)
+            # A copy of an array with a memory layout of its own would not have it.
+            return {leaf: array if isinstance(one.sharding, Format) else donatable(array) for leaf, one, array in pairs}
+
+        return await run_in_thread(owned, self._limit)
 
     def _whole_item(self, index: int) -> ReadItem:
         """Returns what this process reads of a leaf or slice that does not travel: what all its devices hold."""

@@ -26,12 +26,13 @@ from orbax_ext.plan import Leaf, RestorePlan
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer.blocks import Block
-from orbax_ext.transfer.boxes import HostBlocks, ReadItem, fetched_bytes
+from orbax_ext.transfer.boxes import HostBlocks, ReadItem, UsedMemory, fetched_bytes
 from orbax_ext.transfer.executor import Executor
 
 _BATCH_BYTES = 64 << 20  # of leaves that are read directly: so many are read at a time
 
 Held = Mapping[int, HostBlocks]  # by index in the plan
+CompilePrograms = Callable[[threading.Event], None]  # ends early when the event is set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,10 @@ class HeldBlocks:
     """
 
     def __init__(
-        self, share: PlannedShare | None, units: Sequence[Unit], compile_programs: Callable[[], None] = lambda: None
+        self,
+        share: PlannedShare | None,
+        units: Sequence[Unit],
+        compile_programs: CompilePrograms = lambda given_up: None,
     ) -> None:
         """`units`: first one for each group of the plan, then others. None and no units: nothing is held."""
         self._share = share
@@ -169,9 +173,10 @@ def _direct_items(share: PlannedShare) -> Iterator[ReadItem]:
         leaf, sharding = request.leaf, request.sharding
         if leaf.mesh is not None:
             block = Block(leaf.block, jnp.dtype(leaf.dtype))
-            yield ReadItem(index, request, leaf, mesh_lib.replica_sharding(sharding, sharding.mesh), block)
+            here = mesh_lib.replica_sharding(sharding, sharding.mesh)
+            yield ReadItem(index, request, leaf, here, block, memory=UsedMemory())
         elif isinstance(sharding, SingleDeviceSharding) and (whole := _on_one_device(request)) is not None:
-            yield ReadItem(index, *whole)
+            yield ReadItem(index, *whole, memory=UsedMemory())
 
 
 def _on_one_device(request: LeafRequest) -> tuple[LeafRequest, Leaf, SingleDeviceSharding, Block] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from absl import logging
 from orbax_ext.redact import redact
 from orbax_ext.report.progress import ProgressSnapshot, Tracker
 from orbax_ext.transfer import boxes
-from orbax_ext.transfer.held_blocks import HeldBlocks, Unit
+from orbax_ext.transfer.held_blocks import CompilePrograms, HeldBlocks, Unit
 from orbax_ext.upstream.array_handler import without_array_metadata
 
 _AT_A_TIME = 2  # units, so that storage is never idle
@@ -39,6 +40,10 @@ class HostReads:
         self._stopped = False
         self._sources_open = True
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._given_up = threading.Event()
+        self._to_compile: queue.SimpleQueue[CompilePrograms | None] = queue.SimpleQueue()
+        # Not an executor of Python: the interpreter waits for its threads at exit, and one program may take minutes.
+        self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="orbax_ext compile")
         self._thread = threading.Thread(target=self._run, daemon=True, name="orbax_ext read into host memory")
         self._thread.start()
 
@@ -58,6 +63,7 @@ class HostReads:
 
     def stop(self) -> None:
         """Stops reading and forgets what is held. Does not wait."""
+        self._given_up.set()
         with self._lock:
             self._stopped, self._sources_open = True, False
             if self._task is not None:
@@ -76,14 +82,14 @@ class HostReads:
         try:
             self._settings()
             self.progress()
-            with self._compiler() as compiler:
-                for source in self._sources:
-                    held = source() if self._sources_open else None
-                    if held is not None and self._sources_open:
-                        self.held.append(held)
-                        if self._room:
-                            compiler.submit(held.compile_programs)  # the restore raises the error, if there is one
-                        self._read(loop, held)
+            self._compiler.start()
+            for source in self._sources:
+                held = source() if self._sources_open else None
+                if held is not None and self._sources_open:
+                    self.held.append(held)
+                    if self._room:
+                        self._to_compile.put(held.compile_programs)
+                    self._read(loop, held)
         except asyncio.CancelledError:
             pass
         except Exception as error:
@@ -91,12 +97,19 @@ class HostReads:
             logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
         finally:
             loop.close()
+            self._to_compile.put(None)
             if self._stopped:
                 for held in self.held:
                     held.drop()
+            if self._compiler.ident is not None:
+                self._compiler.join()  # until then the restore would have to wait for it
 
-    def _compiler(self) -> concurrent.futures.ThreadPoolExecutor:
-        return concurrent.futures.ThreadPoolExecutor(1, "orbax_ext compile", initializer=self._settings)
+    def _compile_all(self) -> None:
+        self._settings()
+        while (compile_programs := self._to_compile.get()) is not None:
+            if not self._given_up.is_set():
+                with contextlib.suppress(Exception):  # the restore raises the error, if there is one
+                    compile_programs(self._given_up)
 
     def _read(self, loop: asyncio.AbstractEventLoop, held: HeldBlocks) -> None:
         task = loop.create_task(self._read_units(held))

@@ -54,7 +54,9 @@ class PendingRestore:
         Raises:
           RestoreError: The restore failed on all processes. If some do not call `result()`, the message names them.
           concurrent.futures.CancelledError: It was cancelled.
+          ValueError: The timeout is not positive, and `exchange` not "background". The restore is as it was.
         """
+        self._work.check(timeout)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -88,7 +90,8 @@ class PendingRestore:
     def cancel(self) -> bool:
         """Gives the restore up, and what it holds; returns False if `result()` was called before.
 
-        With `exchange="background"` it ends a restore under way as if this process had failed: on all processes.
+        With `exchange="background"` it ends a restore under way on all processes: at once if they have met already, and
+        otherwise after `stall_timeout`, as if this process had never called restore.
         """
         with self._lock:
             if self._begun:
@@ -135,6 +138,9 @@ class Work(Protocol):
 
     def progress(self) -> ProgressSnapshot: ...
 
+    def check(self, timeout: float | None) -> None:
+        """Raises `ValueError` for a timeout that `finish` does not take."""
+
     def finish(self, timeout: float | None) -> Any:
         """Returns the restored state."""
 
@@ -163,6 +169,13 @@ class ReadAheadRestore:
 
     def progress(self) -> ProgressSnapshot:
         return self._reads.progress()
+
+    def check(self, timeout: float | None) -> None:
+        if timeout is not None and timeout <= 0:
+            raise ValueError(
+                f"timeout must be a positive number of seconds or None; found {timeout}. The restore fails on all "
+                "processes after it. To ask whether all is read ahead use done()."
+            )
 
     def finish(self, timeout: float | None) -> Any:
         self._reads.describe_no_more()
@@ -196,8 +209,10 @@ class WholeRestore:
         self._scope = scope
         self._settings = settings_of_thread()
         self._taking = Taking()
+        self._watcher: Watcher | None = None
         self._abandoned = False
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._lock = threading.RLock()  # of both; `abandon` may be called wherever Python collects garbage
         self._over = threading.Event()
         with _under_way_lock:
             self._earlier = tuple(_under_way)
@@ -218,7 +233,12 @@ class WholeRestore:
         recorder = self._taking.recorder
         if recorder is None or recorder.plan is None:
             return ProgressSnapshot("begin", 0, 0, 0.0, "")
-        return Watcher(recorder).look(recorder.plan, self.ended)
+        if self._watcher is None or self._watcher.recorder is not recorder:  # each item of a checkpoint has its own
+            self._watcher = Watcher(recorder)
+        return self._watcher.look(recorder.plan, self.ended)
+
+    def check(self, timeout: float | None) -> None:
+        pass  # the restore goes on after any
 
     def finish(self, timeout: float | None) -> Any:
         started = time.monotonic()
@@ -235,7 +255,9 @@ class WholeRestore:
                 raise _NotYetError(errors.RestoreTimeoutError(message, [here], {here: phase}))
 
     def abandon(self) -> None:
-        self._abandoned = True
+        with self._lock:
+            self._abandoned = True
+            self._outcome = concurrent.futures.Future()  # it may have the state already
         self._taking.cancel()
 
     def join(self) -> None:
@@ -251,9 +273,14 @@ class WholeRestore:
                 raise concurrent.futures.CancelledError
             self._settings()
             with self._scope(), self._taking.scope():
-                self._outcome.set_result(self._restore())
+                state = self._restore()
+            with self._lock:
+                if not self._abandoned:
+                    self._outcome.set_result(state)
         except BaseException as error:
-            self._outcome.set_exception(error)
+            with self._lock:
+                if not self._abandoned:
+                    self._outcome.set_exception(error)
         finally:
             self._over.set()
             with _under_way_lock:

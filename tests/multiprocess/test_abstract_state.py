@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,21 @@ def test_an_error_is_raised_on_all_processes(small_cluster: lab.Cluster, path: s
 def test_processes_that_ask_for_different_checkpoints_are_told(small_cluster: lab.Cluster, path: str) -> None:
     for message, kinds in small_cluster.run(undescribed.refuse_different_paths, path):
         assert f"process 1 asks for {path}/1, None, None" in message
+        assert "PlanMismatchError" in kinds
+
+
+@pytest.mark.parametrize(
+    ("specs", "dtypes", "asked"),
+    [
+        ([{"*": "P()"}, {"*.w": "P()"}], [None, None], "None, None, '*.w': P(), None"),
+        ([None, None], ["float32", "bfloat16"], "None, None, None, bfloat16"),
+    ],
+)
+def test_processes_that_ask_for_different_specs_or_dtypes_are_told(
+    small_cluster: lab.Cluster, path: str, specs: list[Any], dtypes: list[Any], asked: str
+) -> None:
+    for message, kinds in small_cluster.run(undescribed.refuse_different, path, specs, dtypes):
+        assert f"process 1 asks for {path}, {asked}" in message
         assert "PlanMismatchError" in kinds
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -10,7 +12,7 @@ import pytest
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.lab import handlers
-from tests.support import states
+from tests.support import pending, states
 from tests.support.states import MeshSpec, P, Spec
 
 MESH = MeshSpec((4, 2), ("dp", "tp"))
@@ -32,23 +34,38 @@ def saved(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_a_donating_step_reuses_the_memory_of_every_leaf(small_cluster: lab.Cluster, saved: str) -> None:
-    for moved in small_cluster.run(leaves_whose_memory_is_not_reused, saved, ["spread", "single", "direct"]):
-        assert moved == {"spread": [], "single": [], "direct": []}
+    strategies = ["spread", "single", "direct", "auto"]
+    for moved in small_cluster.run(leaves_whose_memory_is_not_reused, saved, strategies):
+        assert moved == {strategy: [] for strategy in strategies}
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_so_does_a_step_after_a_pending_restore(small_cluster: lab.Cluster, saved: str, exchange: str) -> None:
+    strategies = ["direct", "auto"]
+    for moved in small_cluster.run(leaves_whose_memory_is_not_reused, saved, strategies, exchange):
+        assert moved == {strategy: [] for strategy in strategies}
 
 
 # Run on the processes.
 
 
-def leaves_whose_memory_is_not_reused(path: str, strategies: list[str]) -> dict[str, list[str]]:
-    return {strategy: _leaves_that_move(path, strategy) for strategy in strategies}
+def leaves_whose_memory_is_not_reused(
+    path: str, strategies: list[str], exchange: str | None = None
+) -> dict[str, list[str]]:
+    return {strategy: _leaves_that_move(path, strategy, exchange) for strategy in strategies}
 
 
-def _leaves_that_move(path: str, strategy: str) -> list[str]:
+def _leaves_that_move(path: str, strategy: str, exchange: str | None) -> list[str]:
     abstract = states.abstract_state(STATE, MESH.make())
     knobs = {"strategy": strategy, "replica_axis": "dp", "broadcast_memory_limit_bytes": 16 << 20}
     args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
     with handlers.registered("ours", **knobs), ocp.CheckpointManager(path) as manager:
-        restored = manager.restore(0, args=args)
+        if exchange is None:
+            restored = manager.restore(0, args=args)
+        else:
+            pending_restore: Any = orbax_ext.restore_async(manager, 0, args=args, exchange=exchange)  # type: ignore[arg-type]
+            pending.wait(pending_restore)
+            restored = pending_restore.result()
     assert states.differences(restored, STATE, MESH.make()) == []
     before = {name: _addresses(array) for name, array in restored.items()}
     step = jax.jit(lambda state: jax.tree.map(lambda array: array + jnp.ones((), array.dtype), state), donate_argnums=0)

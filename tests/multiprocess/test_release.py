@@ -23,6 +23,8 @@ MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {f"layer_{number:02}": Spec((1024, 2048), "float32", P("tp")) for number in range(16)}
 STATE_BYTES = 16 * 8 * MIB  # on each process: its two devices have a half each
 LIMIT = 8 * MIB  # per device
+DEVICES = 2  # of each process
+SLACK = 48 * MIB  # chunks that are being decoded, a batch that is read directly, and all else that a process needs
 STRATEGIES = ["spread", "single", "auto", "direct"]
 SMALL = {"large": Spec((1024, 1024), "float32", P("tp")), **states.STATE}
 
@@ -44,12 +46,8 @@ def small(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_restore_needs_one_state_instead_of_two(small_cluster: lab.Cluster, kept: str) -> None:
     for grown, kept_both in small_cluster.run(measure, kept):
         saved = {strategy: kept_both[strategy] - grown[strategy] for strategy in STRATEGIES}
-        travelling = ["spread", "single"]
-        assert all(saved[strategy] > 0.6 * STATE_BYTES for strategy in travelling), (grown, kept_both)
-        assert all(grown[strategy] < 0.6 * STATE_BYTES for strategy in travelling), grown
-        # What is read directly is read into memory of its own first, and JAX gives back late what was freed.
-        assert all(grown[strategy] < 0.9 * STATE_BYTES for strategy in ("auto", "direct")), grown
-        assert all(saved[strategy] > 0 for strategy in ("auto", "direct")), (grown, kept_both)
+        assert all(saved[strategy] > 0.6 * STATE_BYTES for strategy in STRATEGIES), (grown, kept_both)
+        assert all(grown[strategy] < DEVICES * LIMIT + SLACK for strategy in STRATEGIES), grown
 
 
 def test_the_arrays_of_the_old_state_are_deleted_and_nothing_else(small_cluster: lab.Cluster, small: str) -> None:

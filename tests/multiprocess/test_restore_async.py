@@ -98,6 +98,14 @@ def test_a_damaged_chunk_is_the_error_of_all(small_cluster: lab.Cluster, saved: 
             assert left == []
 
 
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_an_error_of_one_process_is_the_error_of_all(small_cluster: lab.Cluster, saved: str, exchange: str) -> None:
+    for text, *left in small_cluster.run(pending.fail_on_one, saved, exchange):
+        assert text.startswith("RestoreFailedError: restore failed on 1 process:\n  process 2 (")
+        assert "OSError: the disk is gone" in text
+        assert left == []
+
+
 @pytest.mark.parametrize("limit", [None, 3.0])
 def test_a_process_that_does_not_ask_is_named_within_the_limits(
     small_cluster: lab.Cluster, saved: str, limit: float | None

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from orbax_ext import errors
 from orbax_ext.storage import counters, stall
 
 pytestmark = pytest.mark.once
@@ -46,3 +47,16 @@ def test_a_wait_whose_loop_was_closed_ends_without_an_error() -> None:
     loop.close()
     waiting.close()
     assert not task.cancelled()
+
+
+def test_bytes_prolong_the_wait_for_them_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "requests", iter(range(10**6)).__next__)
+    with pytest.raises(errors.RestoreTimeoutError, match=r"process 3 has read nothing for 0\.1 s .* in phase 'read'"):
+        asyncio.run(stall.while_bytes_arrive(never(), 0.1, 3, "read"))
+    monkeypatch.setattr(counters, "bytes_read", iter(range(10**6)).__next__)
+
+    async def work() -> str:
+        await asyncio.sleep(0.5)
+        return "done"
+
+    assert asyncio.run(stall.while_bytes_arrive(work(), 0.1, 3, "read")) == "done"

@@ -11,6 +11,7 @@ import runpy
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +21,14 @@ import jax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
+from jax._src.interpreters import pxla
+from jax.experimental import multihost_utils
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_ext
 from orbax_ext.meeting.session import Session
 from orbax_ext.storage import counters
+from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
 from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
@@ -82,21 +86,53 @@ def differences(state: Any) -> list[str]:
 
 @contextlib.contextmanager
 def nothing_but_reading() -> Iterator[None]:
-    """Fails whoever puts something onto a device, meets other processes or enters a barrier of Orbax."""
+    """Fails whoever runs a program, puts something onto a device, meets other processes or enters a barrier of Orbax.
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("this must wait for result()")
+    An attempt counts even if its error is caught: programs are compiled in a thread that ignores errors.
+    """
+    attempts: list[str] = []
+
+    def forbidden(name: str) -> Any:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            attempts.append("".join([f"{name}\n", *traceback.format_stack(limit=8)]))
+            raise AssertionError(f"{name} must wait for result()")
+
+        return fail
 
     targets = [
         (jax, "device_put"),
         (jax, "make_array_from_single_device_arrays"),
+        (jax, "make_array_from_callback"),
+        (pxla.ExecuteReplicated, "__call__"),  # any program
         (Exchange, "_start"),
         (Session, "arrive"),
         (multihost, "sync_global_processes"),
+        (multihost, "broadcast_one_to_all"),
+        *((multihost_utils, name) for name in ("broadcast_one_to_all", "process_allgather", "sync_global_devices")),
     ]
+    jax.clear_caches()  # a jitted function that has run before would not pass through Python
     with contextlib.ExitStack() as stack:
         for owner, name in targets:
-            stack.enter_context(mock.patch.object(owner, name, fail))
+            stack.enter_context(mock.patch.object(owner, name, forbidden(name)))
+        yield
+    assert attempts == []
+
+
+@contextlib.contextmanager
+def nothing_but_reading_from_the_start(stack: contextlib.ExitStack) -> Iterator[None]:
+    """Enters `nothing_but_reading` on a stack at the moment at which a restore is begun."""
+
+    def guarded(begin: Any) -> Any:
+        def begin_guarded(*args: Any, **kwargs: Any) -> Any:
+            stack.enter_context(nothing_but_reading())
+            return begin(*args, **kwargs)
+
+        return begin_guarded
+
+    with (
+        mock.patch.object(orbax_ext, "restore_async", guarded(orbax_ext.restore_async)),
+        mock.patch.object(orbax_ext.v1, "load_async", guarded(orbax_ext.v1.load_async)),
+    ):
         yield
 
 
@@ -220,9 +256,10 @@ def restore(path: str, way: str, *, context: str = "none", **arguments: Any) -> 
     """Reads ahead, with everything else forbidden, and then takes the result."""
     registered = ocp.type_handlers.get_type_handler(jax.Array)
     with states.in_context(context, MESH.make()):
-        with WAYS[way](path, **arguments) as pending:
-            with nothing_but_reading():
-                ahead = wait(pending)
+        forbidden = contextlib.ExitStack()
+        with nothing_but_reading_from_the_start(forbidden), WAYS[way](path, **arguments) as pending, forbidden:
+            ahead = wait(pending)
+            forbidden.close()
             before = counters.bytes_read()
             state = pending.result()
             read = counters.bytes_read() - before
@@ -251,29 +288,36 @@ def leave(path: str) -> list[tuple[str, int, list[str]]]:
     """Leaves pending restores in every way; returns what is left: (way, bytes of memory, threads)."""
     left = []
     tracemalloc.start()
-    for way in ("cancelled", "dropped", "with", "at once", "background"):
+    # What the first one leaves is JAX's and Python's: modules, traced programs.
+    for way in ("first", "cancelled", "dropped", "with", "at once", "background", "background, dropped"):
         gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
+        before = _held_bytes()
         with ocp.CheckpointManager(f"{path}/manager") as made:
-            arguments: Any = {"exchange": "background"} if way == "background" else {}
+            arguments: Any = {"exchange": "background"} if way.startswith("background") else {}
             pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
-            if way == "background":
-                wait(pending)
-            elif way != "at once":
+            if way != "at once":
                 assert wait(pending) > SHARE
-                assert tracemalloc.get_traced_memory()[0] - before > SHARE
+                assert _held_bytes() - before > SHARE
             if way == "with":
                 with pending:
                     pass
-            elif way != "dropped":
+            elif not way.endswith("dropped"):
                 assert pending.cancel()
                 assert pending.cancel()  # again
                 _refuses(pending)
-            del pending
-        gc.collect()
-        left.append((way, tracemalloc.get_traced_memory()[0] - before, threads()))
+            if way.endswith("dropped"):
+                del pending
+            gc.collect()
+            left.append((way, _held_bytes() - before, threads()))  # while `pending` is there, unless it was dropped
     tracemalloc.stop()
-    return left
+    return left[1:]
+
+
+def _held_bytes() -> int:
+    """Returns the bytes of Python's memory and of all arrays."""
+    return tracemalloc.get_traced_memory()[0] + sum(
+        shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards
+    )
 
 
 def _refuses(pending: Any) -> None:
@@ -319,6 +363,26 @@ def fail(path: str, absent: int | None = None, limit: float | None = None, **arg
             assert pending.exception() is raised.value
             texts.append(text_of(raised.value))
     return [*texts, *threads()]
+
+
+def fail_on_one(path: str, exchange: str) -> list[str]:
+    """Returns the error of `result` while process 2 can read nothing, and what is left."""
+    fetch = boxes.fetch
+
+    async def failing(*given: Any) -> Any:
+        if jax.process_index() == 2:
+            raise OSError("the disk is gone")
+        return await fetch(*given)
+
+    with (
+        mock.patch.object(boxes, "fetch", failing),
+        orbax_ext.registered(strategy="spread", strict_readers=True, **GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
+        pending: Any = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange=exchange)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="the disk is gone") as raised:
+            pending.result()
+    return [text_of(raised.value), *threads()]
 
 
 def losses(program: str, checkpoints: str, steps: int) -> list[str]:

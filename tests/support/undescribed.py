@@ -184,6 +184,12 @@ def refuse_different_paths(path: str) -> tuple[str, list[str]]:
     return refuse(f"{path}/{jax.process_index() % 2}")
 
 
+def refuse_different(path: str, specs: list[Any], dtypes: list[Any]) -> tuple[str, list[str]]:
+    """Gives process 1 the second of two specs and dtypes, all others the first."""
+    second = int(jax.process_index() == 1)
+    return refuse(path, specs=specs[second], dtype=dtypes[second])
+
+
 def refuse_without(path: str, absent: int) -> tuple[str, list[str]] | None:
     """Restores on all processes but one."""
     if jax.process_index() == absent:

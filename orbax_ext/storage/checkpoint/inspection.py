@@ -27,12 +27,17 @@ class UnfinishedError(ValueError):
 def inspect(path: epath.PathLike, step: int | None = None) -> ManagerDirectory | list[CheckpointItem]:
     """Returns the steps of a manager's directory, or the items of a step; an item's directory is one item."""
     folder, steps = _find(path, step)
-    return ManagerDirectory(os.fspath(folder.path), steps) if steps else _items(folder)
+    if steps:
+        return ManagerDirectory(os.fspath(folder.path), tuple(map(_step, steps)))
+    return _items(folder, sizes_wanted=True)
 
 
-def items_of(path: epath.PathLike, step: int | None = None) -> list[CheckpointItem]:
-    """Returns the items at a path; of a manager's directory, those of the given or the newest committed step."""
-    return _items(_step_or_item(path, step))
+def items_of(path: epath.PathLike, step: int | None = None, *, sizes_wanted: bool = True) -> list[CheckpointItem]:
+    """Returns the items at a path; of a manager's directory, those of the given or the newest committed step.
+
+    Without `sizes_wanted` all sizes on disk are 0: to find them takes a look at every file.
+    """
+    return _items(_step_or_item(path, step), sizes_wanted)
 
 
 def locate(path: epath.PathLike, step: int | None = None) -> list[epath.Path]:
@@ -77,13 +82,13 @@ def check_committed(folder: Folder, metadata: Mapping[str, Any]) -> CommitState:
     return state
 
 
-def _find(path: epath.PathLike, step: int | None) -> tuple[Folder, tuple[SavedStep, ...]]:
-    """Returns the directory of the step or item at a path; or a manager's directory and its steps."""
+def _find(path: epath.PathLike, step: int | None) -> tuple[Folder, list[Folder]]:
+    """Returns the directory of the step or item at a path; or a manager's directory and those of its steps."""
     folder = _list(path)
     if step is not None:
-        return _step_folder(folder, step), ()
+        return _step_folder(folder, step), []
     if has_arrays(folder) or _is_step(folder):
-        return folder, ()
+        return folder, []
     if steps := _steps(folder):
         return folder, steps
     names = [*folder.folders, *folder.files]
@@ -100,10 +105,11 @@ def _step_or_item(path: epath.PathLike, step: int | None) -> Folder:
     folder, steps = _find(path, step)
     if not steps:
         return folder
-    committed = [saved for saved in steps if saved.state.committed]
-    if not committed:
-        raise UnfinishedError(f"{path} has no committed step: {steps[-1].name}: {steps[-1].state.because}")
-    return _list(committed[-1].path)
+    for inner in reversed(steps):
+        if commit_state(inner, step_metadata(inner)).committed:
+            return inner
+    because = commit_state(steps[-1], step_metadata(steps[-1])).because
+    raise UnfinishedError(f"{path} has no committed step: {steps[-1].path.name}: {because}")
 
 
 def _list(path: epath.PathLike) -> Folder:
@@ -141,13 +147,14 @@ def _is_step(folder: Folder) -> bool:
     return STEP_METADATA in folder.files or any(map(has_arrays, items))
 
 
-def _steps(folder: Folder) -> tuple[SavedStep, ...]:
-    steps = []
+def _steps(folder: Folder) -> list[Folder]:
+    """Returns the directories of the steps in a manager's directory, in order."""
+    steps: list[tuple[int | None, str, Folder]] = []
     for inner in _inner(folder):
         name = inner.path.name
         if STEP_METADATA in inner.files or TEMPORARY in name or (step_number(name) is not None and _is_step(inner)):
-            steps.append(_step(inner))
-    return tuple(sorted(steps, key=lambda step: (step.number is None, step.number or 0, step.name)))
+            steps.append((step_number(name), name, inner))
+    return [inner for _, _, inner in sorted(steps, key=lambda step: (step[0] is None, step[0] or 0, step[1]))]
 
 
 def _step_folder(folder: Folder, step: int) -> Folder:
@@ -175,16 +182,20 @@ def _step(folder: Folder) -> SavedStep:
     )
 
 
-def _items(folder: Folder) -> list[CheckpointItem]:
+def _items(folder: Folder, sizes_wanted: bool) -> list[CheckpointItem]:
     """Returns the items of a step, or the item that this directory is. Raises `UnfinishedError`."""
     metadata = step_metadata(folder)
     state = check_committed(folder, metadata)
     handlers = metadata.get("item_handlers")
     if has_arrays(folder):
-        return [describe_item(folder, state, handlers if isinstance(handlers, str) else "")]
+        handler = handlers if isinstance(handlers, str) else ""
+        return [describe_item(folder, state, handler, sizes_wanted=sizes_wanted)]
     by_name: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
     saved_by = _process_metadata(folder)
-    items = [describe_item(inner, state, str(by_name.get(inner.path.name) or "")) for inner in _inner(folder)]
+    items = [
+        describe_item(inner, state, str(by_name.get(inner.path.name) or ""), sizes_wanted=sizes_wanted)
+        for inner in _inner(folder)
+    ]
     return [dataclasses.replace(item, saved_by=saved_by) for item in items]
 
 

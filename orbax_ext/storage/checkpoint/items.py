@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from etils import epath
 
@@ -27,10 +27,13 @@ def has_arrays(folder: Folder) -> bool:
     return TREE_METADATA in folder.files or OCDBT_MANIFEST in folder.files
 
 
-def describe_item(folder: Folder, state: CommitState, handler: str) -> CheckpointItem:
-    """Returns what is stored in an item's directory. Raises `NotACheckpointError` for damaged metadata."""
-    path = os.fspath(folder.path)
-    sizes = folders.sizes_below(folder.path)
+def describe_item(folder: Folder, state: CommitState, handler: str, *, sizes_wanted: bool = True) -> CheckpointItem:
+    """Returns what is stored in an item's directory. Raises `NotACheckpointError` for damaged metadata.
+
+    Without `sizes_wanted` all sizes on disk are 0: there may be a million files.
+    """
+    path, below = os.fspath(folder.path), folder.path
+    sizes = folders.sizes_below(below) if sizes_wanted else dict.fromkeys(folders.files_below(below), 0)
     ocdbt = OCDBT_MANIFEST in folder.files
     item = CheckpointItem(path, state, handler, sum(sizes.values()), len(sizes))
     if not has_arrays(folder):
@@ -67,12 +70,21 @@ def describe_item(folder: Folder, state: CommitState, handler: str) -> Checkpoin
     )
 
 
-def _key_types(folder: Folder, sizes: Mapping[str, int]) -> dict[str, str]:
-    key_types: dict[str, str] = {}
-    for name in sizes:
-        if name.startswith("array_metadatas/"):
-            key_types |= metadata.parse_key_types((folder.path / name).read_text())
-    return key_types
+def _key_types(folder: Folder, files: Iterable[str]) -> dict[str, str]:
+    """Returns the types of typed PRNG keys by leaf name.
+
+    Every process that saved wrote a list, possibly thousands of them, all of the same arrays: one is enough.
+    """
+    lists = sorted((name for name in files if name.startswith("array_metadatas/")), key=lambda name: (len(name), name))
+    problem: Exception | None = None
+    for name in lists:
+        try:
+            return metadata.parse_key_types((folder.path / name).read_text())
+        except (*metadata.DAMAGED, OSError) as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return {}
 
 
 def _arrays(path: epath.Path, ocdbt: bool, sizes: Mapping[str, int]) -> dict[str, StoredArray]:

@@ -70,7 +70,7 @@ def read_tree(path: epath.PathLike, step: int | None = None, item: str | None = 
 
     Raises `NotACheckpointError`, or `UnfinishedError`, if there is no such tree or more than one.
     """
-    found = _choose_item(path, items_of(path, step), item)
+    found = _choose_item(path, items_of(path, step, sizes_wanted=False), item)
     if lost := [leaf.name for leaf in found.leaves if leaf.problem]:
         raise NotACheckpointError(f"{found.path} is damaged: these arrays are missing: {text_lib.listing(lost)}")
     file = epath.Path(found.path) / TREE_METADATA

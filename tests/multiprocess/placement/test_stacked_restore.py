@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from jax.sharding import NamedSharding
 import orbax_ext
 from orbax_ext import lab
 from orbax_ext.options import Strategy
+from orbax_ext.placement import stacked_restore
 from tests.support.placement import EXPLICIT, P, assert_holds, make_mesh
 
 ONE: dict[str, Any] = {
@@ -65,11 +68,47 @@ def restore(path: str, stacked: bool, allow: bool, types: Any, strategy: Strateg
     return ""
 
 
+def fail(path: str, how: str) -> str:
+    """Restores while process 1 can't read the stored shapes before the restore; returns the error."""
+    stored_shapes = stacked_restore._stored_shapes
+
+    async def stored(*given: Any) -> Any:
+        if jax.process_index() != 1:
+            return await stored_shapes(*given)
+        if how == "raises":
+            raise OSError("the disk is gone")
+        return await asyncio.Event().wait()
+
+    tree = abstract(False, (EXPLICIT,) * 3)
+    args = ocp.args.PyTreeRestore(tree, restore_args=orbax_ext.restore_args(tree, stacked=True))
+    limit = 2.0 if jax.process_index() == 1 else 300.0
+    with (
+        mock.patch.object(stacked_restore, "_stored_shapes", stored),
+        orbax_ext.registered(replica_axis="b", strategy="spread", stall_timeout=limit),
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer,
+        pytest.raises(orbax_ext.RestoreError) as raised,
+    ):
+        checkpointer.restore(path, args=args)
+    return str(raised.value)
+
+
 @pytest.fixture(scope="session")
 def stacked_checkpoint(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("stacked") / "checkpoint")
     cluster.run(save, path, True)
     return path
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raises", "OSError: the disk is gone"), ("hangs", "storage has not answered for 2 s (stall_timeout)")],
+)
+def test_a_process_that_can_not_read_the_stored_shapes_fails_for_all(
+    several: lab.Cluster, stacked_checkpoint: str, how: str, message: str
+) -> None:
+    for error in several.run(fail, stacked_checkpoint, how):
+        assert "process 1" in error
+        assert message in error
 
 
 @pytest.mark.parametrize("strategy", ["single", "spread", "direct"])

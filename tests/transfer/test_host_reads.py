@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from orbax_ext.transfer.held_blocks import HeldBlocks
+from orbax_ext.transfer.host_reads import HostReads
+
+pytestmark = pytest.mark.once
+
+PATIENCE = 30.0  # seconds
+
+
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("orbax_ext")]
+
+
+def test_stopping_ends_the_compiling_too_and_the_interpreter_does_not_wait_for_it() -> None:
+    compiling, compiled, given_up = threading.Event(), [], []
+
+    def compile_programs(stop: threading.Event) -> None:
+        compiling.set()
+        given_up.append(stop.wait(PATIENCE))
+
+    held = HeldBlocks(None, (), compile_programs)
+    next_held = HeldBlocks(None, (), lambda stop: compiled.append(stop))
+    reads = HostReads([lambda: held, lambda: next_held], 1 << 20, lambda: None)
+    assert compiling.wait(PATIENCE)
+    threads = our_threads()
+    assert len(threads) == 2
+    assert all(thread.daemon for thread in threads)
+    reads.stop()
+    reads.join()
+    assert reads.ended
+    assert (given_up, compiled) == ([True], [])
+    assert our_threads() == []
+
+
+def test_an_error_in_compiling_is_left_to_the_restore() -> None:
+    def compile_programs(stop: threading.Event) -> None:
+        raise ValueError("does not compile")
+
+    reads = HostReads([lambda: HeldBlocks(None, (), compile_programs)], 1 << 20, lambda: None)
+    deadline = time.monotonic() + PATIENCE
+    while not reads.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert reads.error is None
