@@ -8,8 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.support.package_source import modules
-from tests.test_waits import WAITING
+from tests.support.package_source import WAITING, modules
 
 SLEEPS = {"sleep", "Sleep", "Wait", "poll"}  # the two in capitals are actions of the protocol
 POOLS = ("ThreadPoolExecutor", "ProcessPoolExecutor", "Pool")
@@ -50,6 +49,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
         "not (await asyncio.wait({task}, timeout=min(stall, _LOOK_EVERY)))[0]",
     ): "`stall` seconds after the last change of a counter",
     ("transfer.again", "answers", "not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY))[0]"): _READS,
+    ("transfer.again", "taken", "count > self._free"): _READS,
     ("transfer.host_reads", "_compile_all", "(compile_programs := self._to_compile.get()) is not None"): _DAEMON,
     ("transfer.host_reads", "_read_units", "(unit := held.begin(self._room)) is not None"): _DAEMON,
     ("transfer.local_pipeline", "_finish_exchanges", "len(self._under_way) > left"): "each exchange has a limit",
@@ -59,6 +59,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
         "not self._abandoned and (not earlier.wait(timeout=_LOOK_EVERY))",
     ): f"a restore {_ENDS}",
     ("transfer.pending_restore", "finish", "True"): f"its argument `timeout`; without one, a restore {_ENDS}",
+    ("transfer.read_ahead", "until_idle", "not self.idle"): _READS,
     ("transfer.reads", "_called", "True"): _READS,
     ("transfer.reads", "everything_read", "not (self.shares.idle and self.back.idle)"): _READS,
     (

@@ -11,11 +11,8 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from tests.support.package_source import modules
+from tests.support.package_source import WAITING, modules
 
-WAITING = {"result", "join", "wait", "acquire", "communicate", "recv", "get", "block_until_ready", "wait_at_barrier"}
-WAITING |= {"blocking_key_value_get", "check_call", "check_output", "shutdown", "urlopen", "wait_for"}
-WAITING |= {"exception", "initialize", "process_allgather", "run_until_complete", "wait_until_finished"}
 BY_CALL = {"in_thread", "deserialize"}  # of Orbax too, or limited only if asked: each call is looked at
 LIMITS = {"timeout", "limit", "timeout_in_ms", "initialization_timeout", "processes"}
 MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own

@@ -10,6 +10,11 @@ import orbax_ext
 
 PACKAGE = pathlib.Path(orbax_ext.__file__).parent
 
+# Names of functions and methods that wait for something.
+WAITING = {"result", "join", "wait", "acquire", "communicate", "recv", "get", "block_until_ready", "wait_at_barrier"}
+WAITING |= {"blocking_key_value_get", "check_call", "check_output", "shutdown", "urlopen", "wait_for"}
+WAITING |= {"exception", "initialize", "process_allgather", "run_until_complete", "wait_until_finished"}
+
 
 @functools.cache
 def sources() -> dict[str, str]:

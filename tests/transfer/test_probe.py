@@ -44,6 +44,7 @@ def test_the_next_replica_is_compared_with_a_slow_reader_once(
             course,
             recorder,
             Stopwatch(),
+            boundary_moves=False,
             reason=lambda number: "",
             held=held,  # type: ignore[arg-type]
             arrived=lambda arrays: None,
