@@ -26,6 +26,7 @@ class Share:
     late: bool = False  # its share is not there
     failed: Mapping[str, str] | None = None  # its share will not be there: the error
     lacks: tuple[int, ...] = ()  # groups that it should have read directly, by number
+    long: bool = False  # it has read for so long that it is worth dealing again by rates
 
     @property
     def ready(self) -> bool:
@@ -127,6 +128,8 @@ class Course:
         """Deals groups that nobody has begun to read by the rates of the processes; returns those that have changed."""
         self._told = {process: share.rate for process, share in shares.items()}
         rates = _filled(self._told)
+        if not any(share.long or share.rate == 0 for share in shares.values()):
+            return []
         if not any(rates.values()) or not self._rates_changed(rates):
             return []
         self._dealt_by = rates

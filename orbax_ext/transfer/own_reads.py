@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -12,6 +14,7 @@ from orbax_ext.transfer.rates import LatestRate, Stopwatch
 from orbax_ext.transfer.read_ahead import ReadAhead, abandon
 
 _LONG_ENOUGH = 1.0  # seconds of reading; what takes less is not worth dealing again, and says little about storage
+_PROBE_EVERY = 2.0  # seconds between two reads that nobody needs
 
 
 class OwnReads(ReadAhead[list[DeviceBlocks]]):
@@ -27,15 +30,20 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
         self._rate = LatestRate()
         self._bytes_before = counters.bytes_read()
         self._probe: asyncio.Future[Any] | None = None
+        self._probed = -math.inf  # when something was read last only to measure
         self.compared = False  # it has read a share only to be compared with the reader; that is done once
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second, with two digits; 0 for a process that is stuck, None if it has hardly read yet."""
+        """Bytes per second, with two digits; 0 for a process that is stuck, None if it has not read yet."""
         if self.stuck:
             return 0.0
-        known = self._rate.seconds > (0 if self.compared else _LONG_ENOUGH)
-        return float(f"{self._rate.latest:.2g}") if known else None
+        return float(f"{self._rate.latest:.2g}") if self._rate.seconds > 0 else None
+
+    @property
+    def long(self) -> bool:
+        """Whether it has read for so long that others should read in its place if they are faster."""
+        return self._busy.seconds > _LONG_ENOUGH
 
     def advanced(self) -> None:
         """Notes that something was read."""
@@ -52,10 +60,11 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
             self._watch(task)
 
     def probe(self, read: Coroutine[Any, Any, Any]) -> bool:
-        """Reads something that nobody waits for, to measure the rate. Returns False if it does so already."""
-        if self._probing:
+        """Reads something that nobody waits for, to measure the rate. Returns False if it has done so just now."""
+        if self._probing or time.monotonic() - self._probed < _PROBE_EVERY:
             read.close()
             return False
+        self._probed = time.monotonic()
 
         async def timed() -> None:
             with self._busy:

@@ -147,12 +147,18 @@ class Pipeline:
             lacks = reads.back.lacking
             error = next(iter(reads.back.failed.values()), None)
             share = Share(
-                reads.upto, shares.rate, late=bool(lacks), failed=self._take_overs.failure(error), lacks=lacks
+                reads.upto,
+                shares.rate,
+                late=bool(lacks),
+                failed=self._take_overs.failure(error),
+                lacks=lacks,
+                long=shares.long,
             )
             return {TOOK: round(time.monotonic() - self._began_phase, 3), **share.to_json()}
         late = not reads.share.done()
         error = None if late else reads.share.exception()
-        share = Share(reads.upto, shares.rate, late=late, failed=self._take_overs.failure(error))
+        failed = self._take_overs.failure(error)
+        share = Share(reads.upto, shares.rate, late=late, failed=failed, long=shares.long)
         took = shares.took.get(self.course.ends.front, 0.0)
         told = {TOOK: round(took, 3), **share.to_json()}
         if not self.boundary_moves:

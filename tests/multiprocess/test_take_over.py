@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
 
 MIB = 1 << 20
+SLOW_RATE = 2 * MIB  # bytes per second
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {
     **{f"lane_{number}": Spec((512, 1024), "float32", P("tp")) for number in range(8)},  # whole, one for each replica
@@ -116,6 +118,16 @@ def test_nobody_takes_over_leaves_that_never_travel(
             assert "the disk is gone" in message or kind != "error"
 
 
+@pytest.mark.parametrize(("strategy", "slow"), [("single", 0), ("spread", 2)])
+def test_a_slow_host_is_dealt_less(small_cluster: lab.Cluster, saved_state: str, strategy: str, slow: int) -> None:
+    read, again = small_cluster.run(restore_with_slow_host, saved_state, strategy, slow)[0]
+    useful = [count - measured for count, measured in zip(read, again, strict=True)]
+    if strategy == "spread":
+        assert useful[slow] < min(count for process, count in enumerate(useful) if process != slow)
+    else:
+        assert max(count for process, count in enumerate(useful) if process != slow) > MIB
+
+
 # Run on the processes.
 
 
@@ -142,6 +154,26 @@ def restore_in(
             report = states.restore_exactly(path, knobs, STATE, MESH)
         found[name] = [(one.group, one.process, one.why) for one in report.take_overs]
     return found
+
+
+def restore_with_slow_host(path: str, strategy: str, slow: int) -> tuple[list[int], list[int]]:
+    """Restores with one host that reads slowly, on which nobody gives up; returns the bytes read, and read again."""
+    original = Executor.read
+
+    async def read(self: Executor, group: Any, *held: Any) -> Any:
+        await asyncio.sleep(self.share_bytes(group) / SLOW_RATE if jax.process_index() == slow else 0)
+        return await original(self, group, *held)
+
+    knobs = {
+        "strategy": strategy,
+        "replica_axis": "dp",
+        "broadcast_memory_limit_bytes": 6 * MIB,
+        "late_seconds": math.inf,
+    }
+    with mock.patch.object(Executor, "read", read):
+        report = states.restore_exactly(path, knobs, STATE, MESH)
+    members = [report.members[process] for process in sorted(report.members)]
+    return [member.bytes_read for member in members], [member.bytes_again for member in members]
 
 
 def failure_in(path: str, strategy: str, trouble: Trouble) -> str:

@@ -143,7 +143,7 @@ def test_a_host_that_recovers_gets_its_shares_back() -> None:
     planned = course.plan.groups
 
     def deal(*rates: float) -> None:
-        course.deal({process: Share(1, rate) for process, rate in enumerate(rates)})
+        course.deal({process: Share(1, rate, long=True) for process, rate in enumerate(rates)})
 
     deal(1e8, 1e8, 1e7, 1e8)
     assert course.plan.groups[0] == planned[0]  # it has begun
@@ -160,7 +160,7 @@ def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> N
     last = len(course.plan.groups) - 1
 
     def deal(*rates: float | None) -> None:
-        course.deal({process: Share(1, rate) for process, rate in enumerate(rates)})
+        course.deal({process: Share(1, rate, long=True) for process, rate in enumerate(rates)})
 
     deal(None, None, None, None)
     assert course.as_read_by_another(last) is None  # nothing is known
@@ -175,6 +175,15 @@ def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> N
     assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {0}
     deal(1e6, 1e7, None, None)
     assert {bundle.reader for bundle in course.plan.groups[last].bundles} == {1}
+
+
+def test_nothing_is_dealt_again_before_somebody_has_read_for_long() -> None:
+    course = make_course("spread")
+    planned = course.plan.groups
+    course.deal({process: Share(1, 1e7 if process == 2 else 1e8) for process in range(4)})
+    assert course.plan.groups is planned
+    course.deal({process: Share(1, 1e7 if process == 2 else 1e8, long=process == 2) for process in range(4)})
+    assert course.plan.groups != planned
 
 
 def test_nobody_is_compared_where_all_replicas_read() -> None:
