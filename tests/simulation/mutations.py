@@ -133,6 +133,13 @@ MUTATIONS = (
         seed=213,
     ),
     Mutation(
+        "an absence that was not withdrawn stays",
+        "protocol",
+        "yield from self.call(Delete(self.keys.absence(self.place.process)))",
+        "yield from ()",
+        seed=68,
+    ),
+    Mutation(
         "a process takes part in the same meeting again",
         "follower",
         "self.next = number + 1",

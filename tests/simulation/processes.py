@@ -22,7 +22,7 @@ from orbax_ext.meeting.leader import Leader
 from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
-from tests.simulation.plans import Fault, Plan
+from tests.simulation.plans import FORGOTTEN, Fault, Plan
 from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
@@ -115,24 +115,26 @@ class Process:
             yield self._sleep(self._world.random.uniform(0, 0.5))
             if "late" in faults:
                 yield self._sleep(self._plan.stall + faults["late"].seconds)
-            if "absent" in faults:
-                yield from self._stay_away()
+            if "absent" in faults or FORGOTTEN in faults:
+                yield from self._stay_away(withdraws=FORGOTTEN not in faults)
             elif "never" not in faults:
                 yield from self._restore(restore, faults)
             if "twice" in faults:
                 yield from self._restore(restore, {})
 
     def final(self) -> Program:
-        """Restores once, without a fault."""
-        yield self._sleep(self._world.random.uniform(0, 0.5))
+        """Restores once, without a fault. A process whose absence still stands comes before the others look for it."""
+        if FORGOTTEN not in self._plan.kinds(self._number):
+            yield self._sleep(self._world.random.uniform(0, 0.5))
         yield from self._restore(FINAL, {})
 
-    def _stay_away(self) -> Program:
+    def _stay_away(self, withdraws: bool) -> Program:
         key = SubjectKeys(SUBJECT).absence(self._number)
         with contextlib.suppress(SilentServiceError, RuntimeError):
             yield from self.drive(_call(Put(key, {"why": "no such step"})), _after(60))
             yield self._sleep(3 * self._plan.stall + 10)
-            yield from self.drive(_call(Delete(key)), _after(60))
+            if withdraws:
+                yield from self.drive(_call(Delete(key)), _after(60))
 
     def _restore(self, restore: int, faults: dict[str, Fault]) -> Program:
         self._begin_faults(faults)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from orbax_ext import errors
+from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.protocol import GRACE, RESTORE_ERRORS, SILENCE, SPREAD
-from tests.simulation.plans import HARMLESS, SHARES, Fault, Plan, random_plan, smaller
-from tests.simulation.processes import FINAL, Process, Record
+from tests.simulation.plans import FORGOTTEN, HARMLESS, SHARES, Fault, Plan, random_plan, smaller
+from tests.simulation.processes import FINAL, SUBJECT, Process, Record
 from tests.simulation.world import World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
@@ -165,7 +166,7 @@ def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
         return
     # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
     # seconds may differ.
-    alone = {"never", "late", "absent", "slow calls"} & plan.kinds(0)
+    alone = {"never", "late", "absent", FORGOTTEN, "slow calls"} & plan.kinds(0)
 
     def how(record: Record) -> object:
         return (type(record.error), record.named) if alone else str(record.error)
@@ -206,7 +207,10 @@ def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
     lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
-    left = [key for key, _ in world.client.key_value_dir_get("")]
+    forgotten = {
+        SubjectKeys(SUBJECT).absence(p.host.number) for p in processes if FORGOTTEN in plan.kinds(p.host.number)
+    }
+    left = [key for key, _ in world.client.key_value_dir_get("") if key not in forgotten]
     if left and not lost and not _long_silence(plan) and not _left_early(plan):
         yield f"keys are left: {left}"
 
