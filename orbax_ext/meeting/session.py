@@ -305,6 +305,11 @@ def open_session(
     return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
 
 
+def last_answer() -> float:
+    """Returns when the service last answered a session of this process that is under way; 0.0 if there is none."""
+    return max((session._board.answered for session in list(_under_way)), default=0.0)
+
+
 def gather(subject: str, mine: Contribution, limits: Limits) -> dict[int, Contribution]:
     """Holds one meeting of all processes of this job; returns their contributions."""
     with open_session(subject, limits) as session:
