@@ -146,6 +146,19 @@ MUTATIONS = (
         "self.next = max(1, number)",
         seed=1,
     ),
+    Mutation(
+        "process 0 waits for a report that does not come",
+        "leader",
+        "< self.place.processes and self.now < deadline:",
+        "< self.place.processes:",
+    ),
+    Mutation(
+        "process 0 waits for reports longer than the others wait for it at the next restore",
+        "leader",
+        "min(HAND_IN_LIMIT, self.limits.stall / 2)",
+        "HAND_IN_LIMIT",
+        seed=2645,
+    ),
     # Shares that others read in place of a late process.
     Mutation(
         "late processes are not asked",

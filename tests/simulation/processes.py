@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
 from orbax_ext import errors
@@ -19,7 +19,7 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
+from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
 from tests.simulation.plans import FORGOTTEN, Fault, Plan
@@ -61,6 +61,8 @@ class Record:
     waited: float  # the last wait at a meeting; 0 if it ended at work
     seconds: float  # that the restore took
     payloads: tuple[Any, ...]  # what the processes brought to each meeting
+    reports: Mapping[int, str] | None  # of all processes, on process 0; None if it did not come to that
+    reporting: float  # seconds that it took to exchange the reports
 
     @property
     def named(self) -> frozenset[int]:
@@ -93,6 +95,8 @@ class Process:
         self._tasks: list[Task] = []
         self._overtime = self._overdue = self._waited = 0.0
         self._payloads: list[Any] = []
+        self._reports: Mapping[int, str] | None = None
+        self._reporting = 0.0
 
     def start(self, program: Program) -> None:
         self.finished = False
@@ -146,8 +150,8 @@ class Process:
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
         if isinstance(member, Leader):
             member.longest_pause = 0.25  # fewer events
-        self._tasks, self._payloads = [], []
-        self._overtime = self._overdue = self._waited = 0.0
+        self._tasks, self._payloads, self._reports = [], [], None
+        self._overtime = self._overdue = self._waited = self._reporting = 0.0
         error: Exception | None = None
         began = self._world.now
         try:
@@ -178,6 +182,8 @@ class Process:
             self._waited,
             self._world.now - began,
             tuple(self._payloads),
+            self._reports,
+            self._reporting,
         )
         self.records.append(record)
         self._world.note(self.host, str(record))
@@ -208,6 +214,18 @@ class Process:
             self._payloads.append(found)
             if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
                 raise errors.restore_failed(failed)
+        yield from self._hand_in(member)
+
+    def _hand_in(self, member: Role) -> Program:
+        """Sends a report to process 0. As in a restore, an error here is not one of the restore."""
+        began = self._world.now
+        try:
+            self._reports = yield from self.drive(
+                member.hand_in(report(member.id, self._number)), _after(HAND_IN_LIMIT)
+            )
+        except Exception as error:
+            self._expect(error)
+        self._reporting = self._world.now - began
 
     def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
         """Works for a while; returns whether this process is asked to come without its work, and can."""
@@ -329,6 +347,11 @@ class Process:
     def _silence(self, seconds: float) -> None:
         self._world.note("service", f"is silent for {seconds:.2f} s")
         self._world.silent_until = max(self._world.silent_until, self._world.now + seconds)
+
+
+def report(session: str, process: int) -> str:
+    """Returns the report of a process in a session."""
+    return f"report of process {process} in session {session}"
 
 
 def _after(seconds: float) -> Callable[[float], float]:
