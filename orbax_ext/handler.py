@@ -18,7 +18,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext import errors, options
 from orbax_ext import mesh as mesh_lib
 from orbax_ext.meeting import arrival
-from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.meeting.session import Limits, last_answer, open_session
 from orbax_ext.meeting.threads import Turn
 from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
@@ -222,25 +222,31 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 async def one_at_a_time(stall: float) -> AsyncIterator[None]:
     """Lets the restores of one process take turns: two at once could meet another process's in the other order.
 
-    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `stall` seconds and does not end.
+    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `stall` seconds, is in no meeting with
+    other processes, and does not end.
     """
     loop = asyncio.get_running_loop()
-    bytes_read, since = counters.bytes_read(), time.monotonic()
+    progress, since = _progress(), time.monotonic()
     while not _turn.take(loop):
         await asyncio.sleep(0.01)
         if time.monotonic() - since > stall:
-            if counters.bytes_read() == bytes_read:
+            if _progress() == progress:
                 raise errors.RestoreTimeoutError(
                     f"another restore of this process has read nothing for {stall:g} s (stall_timeout), and this one "
                     "can't begin before it ends. Look for what it waits for in the log of this process.",
                     [jax.process_index()],
                     {},
                 )
-            bytes_read, since = counters.bytes_read(), time.monotonic()
+            progress, since = _progress(), time.monotonic()
     try:
         yield
     finally:
         _turn.give_back(loop)
+
+
+def _progress() -> tuple[int, float]:
+    """Returns what changes while a restore is healthy: it reads, or waits for others in a session, which has limits."""
+    return counters.bytes_read(), last_answer()
 
 
 def _log_meshes(request: Request, options: Options) -> None:

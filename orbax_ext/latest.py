@@ -120,9 +120,10 @@ def _attempt(manager: Any, step: int, args: Any, restore_kwargs: Mapping[str, An
         outcome = failure_to_json(error)
         tell_absent("restore", error)
     with open_session(_SUBJECT, limits) as session:
-        outcomes = session.arrive(outcome)
-        # All processes have ended this attempt. In the next one the announcement would be wrong.
-        withdraw_absent("restore")
+        try:
+            outcomes = session.arrive(outcome)
+        finally:  # also if this meeting fails or is interrupted: in the next restore the announcement would be wrong
+            withdraw_absent("restore")
         session.meet("next")
     return state, _reason(outcomes, session.hosts)
 

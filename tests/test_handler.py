@@ -12,6 +12,8 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext import errors, handler
 from orbax_ext.meeting import arrival
+from orbax_ext.meeting.board import LocalClient
+from orbax_ext.meeting.session import Limits, Session
 from orbax_ext.options import Strategy
 from orbax_ext.storage import counters
 
@@ -48,6 +50,27 @@ def test_a_restore_waits_for_one_that_reads(
         return await restore(0.1)
 
     assert asyncio.run(wait()) == "restored"
+
+
+def test_a_restore_waits_for_one_that_waits_for_other_processes(
+    other_restore: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With strategy "single" most processes read nothing, and one may read for long."""
+    monkeypatch.setattr(counters, "bytes_read", lambda: 0)
+    with Session(LocalClient(), 0, 1, "restore", Limits(stall=60.0)) as session:
+        session.arrive({})
+
+        async def meet() -> str:
+            loop = asyncio.get_running_loop()
+            ends = loop.time() + 0.6
+            restoring = asyncio.ensure_future(restore(0.2))
+            while loop.time() < ends:
+                session._board.get("status")  # as a process that waits at a meeting does
+                await asyncio.sleep(0.02)
+            other_restore.close()
+            return await restoring
+
+        assert asyncio.run(meet()) == "restored"
 
 
 @pytest.mark.parametrize("strategy", ["direct", "auto"])

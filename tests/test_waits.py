@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from tests.support.package_source import WAITING, modules
 
-BY_CALL = {"in_thread", "deserialize"}  # of Orbax too, or limited only if asked: each call is looked at
+BY_CALL = {"in_thread", "deserialize", "read"}  # of Orbax too, or limited only if asked: each call is looked at
 LIMITS = {"timeout", "limit", "timeout_in_ms", "initialization_timeout", "processes"}
 MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
 LOCKS = ("lock", "_writing")
@@ -23,6 +23,7 @@ _WORK = "`Session.together` cancels it when no process advances, and `while_byte
 _DESCRIBE = "`while_storage_answers` around it, or `wait_for` where it is advice about an error"
 _AHEAD = "in a thread that nobody waits for: a restore that needs the read has limits, and stopping cancels it"
 _ENDED = "the task has ended"
+_OWN = "a coroutine function of the package: what it waits for is listed"
 _LOCK = "held for a few lines that wait for nothing else"
 _PLAIN = "a restore by Orbax itself, as if orbax_ext were not there"
 REASONS: dict[tuple[str, str], str] = {
@@ -53,7 +54,12 @@ REASONS: dict[tuple[str, str], str] = {
     ("meeting.session", "await work"): _WORK,
     ("meeting.threads", "self._lock"): _LOCK,
     ("placement.stacked_restore", "await restore_leaves(infos, stored_args)"): "the restore itself, step by step",
+    ("placement.stacked_restore", "await array_metadata.read(handler, infos, shardings=False)"): _OWN,
     ("report.recorder", "await work"): _WORK,
+    (
+        "request",
+        "await array_metadata.read(handler, [infos[index] for index in indices], shardings=shardings)",
+    ): _OWN,
     ("storage.array_metadata", "await handler.metadata(infos)"): _DESCRIBE,
     ("storage.array_metadata", "await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)"): _DESCRIBE,
     ("storage.s3", "_lock"): _LOCK,
@@ -64,6 +70,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("storage.s3.usage", "self._lock"): _LOCK,
     ("storage.stall", "task.result()"): _ENDED,
     ("transfer.boxes", "self._lock"): _LOCK,
+    ("transfer.executor", "await self._direct.read(leaves, held)"): _OWN,
+    ("transfer.local_blocks", "await reading.read(self._reader, items)"): _OWN,
+    ("transfer.reading", "await read(handler, others)"): _OWN,
+    ("transfer.reads", "await self._executor.read(group, held)"): _OWN,
     ("transfer.again", "await asyncio.gather(*map(first, late))"): _WORK,
     ("transfer.again", "await asyncio.wait(both)"): _WORK,
     ("transfer.again", "await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
@@ -173,6 +183,8 @@ REASONS: dict[tuple[str, str], str] = {
         "upstream.stored_arrays",
         "await serialization.async_deserialize(sharding, {**spec, 'transform': transform}, global_shape=tuple",
     ): _WORK,
+    ("upstream.array_handler", "await store.read(checkpoint_dir=checkpoint_dir)"): _DESCRIBE,
+    ("upstream.array_handler", "await store.read(checkpoint_dir=checkpoint_dir, process_index=0)"): _DESCRIBE,
     ("upstream.emergency", "_listing_steps.get()"): "a context variable, not a queue",
     ("upstream.hooks", "_lock"): _LOCK,
     ("upstream.hooks", "_served_by.get()"): "a context variable, not a queue",

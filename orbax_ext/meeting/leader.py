@@ -285,7 +285,8 @@ class Leader(Member):
         """Waits a few seconds for the texts of all processes and returns them."""
         session, pause = self.in_session(), PAUSES[0]
         yield from super().hand_in(mine)
-        deadline = self.now + HAND_IN_LIMIT
+        # Not so long that others name this process, because it has not come to the next restore.
+        deadline = self.now + min(HAND_IN_LIMIT, self.limits.stall / 2)
         while (yield from self.call(Get(session.handed_in_count))) < self.place.processes and self.now < deadline:
             yield from self.call(Sleep(pause))
             pause = min(PAUSES[1], pause * 1.5)

@@ -143,8 +143,9 @@ class Member:
     # Arriving.
 
     def come(self, mine: Contribution) -> Steps:
-        """Announces this process. What earlier arrivals of it left behind goes first."""
+        """Announces this process. What it left behind earlier goes first: others may be looking for an absence now."""
         yield from self.wake()
+        yield from self.call(Delete(self.keys.absence(self.place.process)))
         process, payload = self.place.process, {**mine, "host": self.place.host}
         names = yield from self.call(Read(self.keys.arrivals_of(process), self.most))
         for nonce in sorted({name.partition("/")[0] for name in names}):

@@ -305,6 +305,11 @@ def open_session(
     return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
 
 
+def last_answer() -> float:
+    """Returns when the service last answered a session of this process that is under way; 0.0 if there is none."""
+    return max((session._board.answered for session in list(_under_way)), default=0.0)
+
+
 def gather(subject: str, mine: Contribution, limits: Limits) -> dict[int, Contribution]:
     """Holds one meeting of all processes of this job; returns their contributions."""
     with open_session(subject, limits) as session:
@@ -318,16 +323,16 @@ def tell_absent(subject: str, error: BaseException) -> None:
 
 
 def withdraw_absent(subject: str) -> None:
-    """Withdraws what `tell_absent` announced, after all processes have ended that session."""
+    """Withdraws what `tell_absent` announced, after that session has ended, in whatever way."""
     key = SubjectKeys(subject).absence(jax.process_index())
     _with_service(lambda board: board.delete(key))
 
 
 def _with_service(call: Callable[[Board], object]) -> None:
-    """Makes one call to the service; goes on without it if the service does not answer."""
+    """Makes one call to the service; goes on without it if that fails: the error of the restore matters more."""
     if jax.process_count() > 1:
         board = Board(runtime.coordination_client())
         try:
             watched(lambda: call(board), lambda: board.answered + LEAVE_LIMIT)
-        except GivenUpError:
-            logging.warning("orbax_ext: the coordination service does not answer")
+        except Exception as problem:
+            logging.warning("orbax_ext: the coordination service does not answer: %s", redact(repr(problem)))

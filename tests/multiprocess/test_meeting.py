@@ -129,6 +129,11 @@ def test_an_absent_process_is_told_apart_from_a_late_one(team: lab.Cluster) -> N
     team.run(exchange)
 
 
+def test_an_absence_that_was_not_withdrawn_ends_when_the_process_comes_again(team: lab.Cluster) -> None:
+    team.run(forget_to_withdraw, 1)
+    assert team.run(keys_left) == [[]] * 4
+
+
 def test_what_is_too_long_for_a_meeting_is_refused_and_the_others_told(team: lab.Cluster) -> None:
     outcomes = team.outcomes(bring_too_much, 2)
     assert "ValueError: A message of" in str(outcomes[2])
@@ -269,6 +274,16 @@ def be_absent(rank: int) -> None:
         gather("afterwards", {}, Limits(30))
 
 
+def forget_to_withdraw(rank: int) -> None:
+    if jax.process_index() == rank:
+        tell_absent("test", FileNotFoundError("no such step"))
+    gather("before", {}, Limits(30))
+    gather("test", {}, LIMITS)
+    if jax.process_index() == rank:  # all others are waiting for it, and look for absences
+        time.sleep(1.5)
+    gather("test", {}, LIMITS)
+
+
 def bring_too_much(rank: int) -> None:
     with open_session("test", LIMITS) as session:
         session.arrive({})
@@ -309,7 +324,7 @@ def meet_after(seconds: float, arrived: str) -> None:
     with open_session("test", LIMITS) as session:
         session.arrive({})
         (pathlib.Path(arrived) / str(jax.process_index())).touch()
-        time.sleep(seconds)
+        time.sleep(seconds if jax.process_index() else 10 * seconds)  # process 0 is stopped before all have met
         session.meet("later")
 
 

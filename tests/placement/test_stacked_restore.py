@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
+from orbax_ext.options import Options
 from orbax_ext.placement import stacked_restore
 
 
@@ -82,3 +87,33 @@ def test_a_leaf_that_needs_a_conversion_needs_a_known_kind_of_sharding() -> None
     arg = stacked_restore.StackedRestoreArgs(sharding=None, asked_shape=(6,))
     with pytest.raises(ValueError, match=r"leaf w: expected a NamedSharding or SingleDeviceSharding .* found None"):
         stacked_restore.conversion("w", (8, 6), False, arg)
+
+
+async def never(*args: object) -> None:
+    await asyncio.Event().wait()
+
+
+def restore_one_leaf(stall: float = 60.0) -> None:
+    async def fail(*args: object) -> Sequence[jax.Array]:
+        raise ValueError("the shapes differ")
+
+    arg = stacked_restore.StackedRestoreArgs(global_shape=(4,), asked_shape=(4,))
+    restoring = stacked_restore.restore(mock.Mock(), Options(stall_timeout=stall), [mock.Mock()], [arg], fail)
+    asyncio.run(asyncio.wait_for(restoring, 30))
+
+
+def test_advice_about_an_error_does_not_wait_for_storage_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(*args: object) -> dict[int, object]:
+        return {}
+
+    monkeypatch.setattr(stacked_restore, "_conversions", none)
+    monkeypatch.setattr(stacked_restore, "_stored_shapes", never)
+    monkeypatch.setattr(stacked_restore, "_ADVICE_LIMIT", 0.1)
+    with pytest.raises(ValueError, match="the shapes differ"):
+        restore_one_leaf()
+
+
+def test_the_stored_shapes_are_not_waited_for_where_storage_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_restore, "_stored_shapes", never)
+    with pytest.raises(TimeoutError, match=r"storage has not answered for 0\.1 s"):
+        restore_one_leaf(stall=0.1)

@@ -133,11 +133,31 @@ MUTATIONS = (
         seed=213,
     ),
     Mutation(
+        "an absence that was not withdrawn stays",
+        "protocol",
+        "yield from self.call(Delete(self.keys.absence(self.place.process)))",
+        "yield from ()",
+        seed=68,
+    ),
+    Mutation(
         "a process takes part in the same meeting again",
         "follower",
         "self.next = number + 1",
         "self.next = max(1, number)",
         seed=1,
+    ),
+    Mutation(
+        "process 0 waits for a report that does not come",
+        "leader",
+        "< self.place.processes and self.now < deadline:",
+        "< self.place.processes:",
+    ),
+    Mutation(
+        "process 0 waits for reports longer than the others wait for it at the next restore",
+        "leader",
+        "min(HAND_IN_LIMIT, self.limits.stall / 2)",
+        "HAND_IN_LIMIT",
+        seed=2645,
     ),
     # Shares that others read in place of a late process.
     Mutation(

@@ -32,6 +32,7 @@ SHARES = (
     "stalled share",  # would work for hours and does not advance; comes when it is asked to
     "failed share",  # comes at once without its work
 )
+FORGOTTEN = "forgotten absence"  # as "absent", but does not withdraw what it announced
 HARMLESS = ("slow", "slow calls", *SHARES)  # faults that no process may notice
 
 
@@ -88,7 +89,8 @@ def random_plan(seed: int) -> Plan:
         for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
     )
     late, more = _random_shares(seed, processes, restores, meetings)
-    return Plan(seed, processes, restores, meetings, stall, total, (*faults, *more), late)
+    faults = (*faults, *more, *_random_absence(seed, processes, restores))
+    return Plan(seed, processes, restores, meetings, stall, total, faults, late)
 
 
 def _random_shares(seed: int, processes: int, restores: int, meetings: int) -> tuple[float, tuple[Fault, ...]]:
@@ -101,6 +103,14 @@ def _random_shares(seed: int, processes: int, restores: int, meetings: int) -> t
         for number in [choice.randint(1, meetings)] * choice.choice([0, 1, 1, 2])
     )
     return choice.choice([0.1, 0.3]), faults
+
+
+def _random_absence(seed: int, processes: int, restores: int) -> tuple[Fault, ...]:
+    """Returns an absence that is not withdrawn; none for most seeds."""
+    choice = random.Random(f"absence {seed}")
+    if choice.random() < 0.95:
+        return ()
+    return (Fault(FORGOTTEN, choice.randrange(processes), choice.randrange(restores), 0, 0.0),)
 
 
 def _random_fault(

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
 from orbax_ext import errors
@@ -19,10 +19,10 @@ from orbax_ext.meeting.board import CLOSE_LIMIT
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
+from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
-from tests.simulation.plans import Fault, Plan
+from tests.simulation.plans import FORGOTTEN, Fault, Plan
 from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
@@ -61,6 +61,8 @@ class Record:
     waited: float  # the last wait at a meeting; 0 if it ended at work
     seconds: float  # that the restore took
     payloads: tuple[Any, ...]  # what the processes brought to each meeting
+    reports: Mapping[int, str] | None  # of all processes, on process 0; None if it did not come to that
+    reporting: float  # seconds that it took to exchange the reports
 
     @property
     def named(self) -> frozenset[int]:
@@ -93,6 +95,8 @@ class Process:
         self._tasks: list[Task] = []
         self._overtime = self._overdue = self._waited = 0.0
         self._payloads: list[Any] = []
+        self._reports: Mapping[int, str] | None = None
+        self._reporting = 0.0
 
     def start(self, program: Program) -> None:
         self.finished = False
@@ -115,24 +119,26 @@ class Process:
             yield self._sleep(self._world.random.uniform(0, 0.5))
             if "late" in faults:
                 yield self._sleep(self._plan.stall + faults["late"].seconds)
-            if "absent" in faults:
-                yield from self._stay_away()
+            if "absent" in faults or FORGOTTEN in faults:
+                yield from self._stay_away(withdraws=FORGOTTEN not in faults)
             elif "never" not in faults:
                 yield from self._restore(restore, faults)
             if "twice" in faults:
                 yield from self._restore(restore, {})
 
     def final(self) -> Program:
-        """Restores once, without a fault."""
-        yield self._sleep(self._world.random.uniform(0, 0.5))
+        """Restores once, without a fault. A process whose absence still stands comes before the others look for it."""
+        if FORGOTTEN not in self._plan.kinds(self._number):
+            yield self._sleep(self._world.random.uniform(0, 0.5))
         yield from self._restore(FINAL, {})
 
-    def _stay_away(self) -> Program:
+    def _stay_away(self, withdraws: bool) -> Program:
         key = SubjectKeys(SUBJECT).absence(self._number)
         with contextlib.suppress(SilentServiceError, RuntimeError):
             yield from self.drive(_call(Put(key, {"why": "no such step"})), _after(60))
             yield self._sleep(3 * self._plan.stall + 10)
-            yield from self.drive(_call(Delete(key)), _after(60))
+            if withdraws:
+                yield from self.drive(_call(Delete(key)), _after(60))
 
     def _restore(self, restore: int, faults: dict[str, Fault]) -> Program:
         self._begin_faults(faults)
@@ -144,8 +150,8 @@ class Process:
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
         if isinstance(member, Leader):
             member.longest_pause = 0.25  # fewer events
-        self._tasks, self._payloads = [], []
-        self._overtime = self._overdue = self._waited = 0.0
+        self._tasks, self._payloads, self._reports = [], [], None
+        self._overtime = self._overdue = self._waited = self._reporting = 0.0
         error: Exception | None = None
         began = self._world.now
         try:
@@ -176,6 +182,8 @@ class Process:
             self._waited,
             self._world.now - began,
             tuple(self._payloads),
+            self._reports,
+            self._reporting,
         )
         self.records.append(record)
         self._world.note(self.host, str(record))
@@ -206,6 +214,18 @@ class Process:
             self._payloads.append(found)
             if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
                 raise errors.restore_failed(failed)
+        yield from self._hand_in(member)
+
+    def _hand_in(self, member: Role) -> Program:
+        """Sends a report to process 0. As in a restore, an error here is not one of the restore."""
+        began = self._world.now
+        try:
+            self._reports = yield from self.drive(
+                member.hand_in(report(member.id, self._number)), _after(HAND_IN_LIMIT)
+            )
+        except Exception as error:
+            self._expect(error)
+        self._reporting = self._world.now - began
 
     def _work(self, member: Role, faults: dict[str, Fault]) -> Program:
         """Works for a while; returns whether this process is asked to come without its work, and can."""
@@ -327,6 +347,11 @@ class Process:
     def _silence(self, seconds: float) -> None:
         self._world.note("service", f"is silent for {seconds:.2f} s")
         self._world.silent_until = max(self._world.silent_until, self._world.now + seconds)
+
+
+def report(session: str, process: int) -> str:
+    """Returns the report of a process in a session."""
+    return f"report of process {process} in session {session}"
 
 
 def _after(seconds: float) -> Callable[[float], float]:

@@ -29,8 +29,14 @@ def main(address: str, number: int, processes: int, stall: float, seconds: float
             asyncio.run(session.together("work 1", asyncio.sleep(seconds)))
     except Exception as raised:
         error = raised
-    print(json.dumps([type(error).__name__, named(error)]), flush=True)
+    print(json.dumps([kind_of(error), named(error)]), flush=True)
     del service  # not before: it ends with its last reference
+
+
+def kind_of(error: BaseException | None) -> str:
+    """Returns the type of an error. Errors of JAX's client are of different types, each a kind of RuntimeError."""
+    gone = isinstance(error, RuntimeError) and not isinstance(error, errors.RestoreError)
+    return "RuntimeError" if gone else type(error).__name__
 
 
 def named(error: BaseException | None) -> list[int]:

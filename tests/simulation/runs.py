@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from orbax_ext import errors
-from orbax_ext.meeting.protocol import GRACE, RESTORE_ERRORS, SILENCE, SPREAD
-from tests.simulation.plans import HARMLESS, SHARES, Fault, Plan, random_plan, smaller
-from tests.simulation.processes import FINAL, Process, Record
+from orbax_ext.meeting.keys import SubjectKeys
+from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, RESTORE_ERRORS, SILENCE, SPREAD
+from tests.simulation.plans import FORGOTTEN, HARMLESS, SHARES, Fault, Plan, random_plan, smaller
+from tests.simulation.processes import FINAL, SUBJECT, Process, Record, report
 from tests.simulation.world import World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
@@ -91,6 +92,7 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
     yield from _check_sessions(plan, records)
     yield from _check_healthy(plan, healthy)
     yield from _check_payloads(records)
+    yield from _check_reports(plan, records)
     limit = plan.stall + GRACE + SPREAD + SILENCE + _MARGIN + _slow(plan)
     yield from (
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
@@ -115,7 +117,7 @@ def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
         if record.overdue > GRACE + SPREAD + SILENCE + _LOOK + slow:
             yield f"waits {record.overdue:.1f} s longer than the limit in all: {record}"
         # A process at work that hears nothing does not learn that the restore has ended.
-        if record.seconds > plan.total + GRACE + SPREAD + _LOOK + slow and not deaf:
+        if record.seconds - record.reporting > plan.total + GRACE + SPREAD + _LOOK + slow and not deaf:
             yield f"takes {record.seconds:.1f} s of {plan.total:.1f} s: {record}"
 
 
@@ -165,7 +167,7 @@ def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
         return
     # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
     # seconds may differ.
-    alone = {"never", "late", "absent", "slow calls"} & plan.kinds(0)
+    alone = {"never", "late", "absent", FORGOTTEN, "slow calls"} & plan.kinds(0)
 
     def how(record: Record) -> object:
         return (type(record.error), record.named) if alone else str(record.error)
@@ -193,6 +195,21 @@ def _check_payloads(records: list[Record]) -> Iterator[str]:
                 yield f"meeting {number} has {wrong}: {record}"
 
 
+def _check_reports(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """Process 0 has the reports of this session, of all processes if nothing is in the way, after a few seconds."""
+    all_came = not _harmful(plan) and not any(fault.kind == "silence" for fault in plan.faults)
+    for record in records:
+        if record.reports is None:
+            continue
+        expected = {process: report(record.session, process) for process in range(plan.processes)}
+        if not all_came:
+            expected = {process: text for process, text in expected.items() if process in record.reports}
+        if record.reports != (expected if record.process == LEADER else {}):
+            yield f"has the reports {record.reports}: {record}"
+        if record.reporting > HAND_IN_LIMIT + _LOOK + _slow(plan) and record.process not in suspects(plan):
+            yield f"waits {record.reporting:.1f} s for reports: {record}"
+
+
 def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
     """Messages per process are bounded."""
     for process in processes:
@@ -206,7 +223,10 @@ def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
     lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
-    left = [key for key, _ in world.client.key_value_dir_get("")]
+    forgotten = {
+        SubjectKeys(SUBJECT).absence(p.host.number) for p in processes if FORGOTTEN in plan.kinds(p.host.number)
+    }
+    left = [key for key, _ in world.client.key_value_dir_get("") if key not in forgotten]
     if left and not lost and not _long_silence(plan) and not _left_early(plan):
         yield f"keys are left: {left}"
 

@@ -24,7 +24,7 @@ from orbax_ext.meeting.terms import Limits
 from orbax_ext.upstream.runtime import join_coordination_service, start_coordination_service
 from tests.simulation import plans, runs
 from tests.simulation.processes import InterruptError
-from tests.simulation.real_process import named
+from tests.simulation.real_process import kind_of, named
 from tests.simulation.world import Host, Task, World
 
 Script = Sequence[Action]
@@ -173,13 +173,15 @@ STALL = 1.5
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_restore_ends_alike_on_both(fault: str, clients: list[Client]) -> None:
     """The same restore of three processes: on threads with real clients, and simulated."""
-    ended = runs.run(plans.Plan(1, 3, 1, 1, STALL, None, FAULTS[fault]))
+    # With this seed the interrupt at the meeting comes, as below, while the others are at work.
+    ended = runs.run(plans.Plan(2, 3, 1, 1, STALL, None, FAULTS[fault]))
     assert ended.problems == ()
     simulated = {
         process: [r.error for r in ended.records if (r.process, r.restore) == (process, 0)] for process in range(3)
     }
     real: dict[int, list[BaseException | None]] = {0: [], 1: [], 2: []}
     subject = f"conformance {fault}"
+    seconds = 60.0 if fault == "interrupt meeting" else 0.6  # the others are at work when it happens, and are told
 
     def work(process: int) -> None:
         kind = fault if process == 2 else ""
@@ -189,7 +191,8 @@ def test_a_restore_ends_alike_on_both(fault: str, clients: list[Client]) -> None
             Board(clients[2]).put(SubjectKeys(subject).absence(2), {"why": "no such step"})
             return
         for _ in range(2 if kind == "twice" else 1 - (kind == "never")):
-            real[process].append(_restore(Session(clients[process], process, 3, subject, Limits(STALL)), kind))
+            session = Session(clients[process], process, 3, subject, Limits(STALL))
+            real[process].append(_restore(session, kind, seconds))
 
     threads = [threading.Thread(target=work, args=(process,)) for process in range(3)]
     for thread in threads:
@@ -206,13 +209,13 @@ def test_a_restore_ends_alike_on_both(fault: str, clients: list[Client]) -> None
     assert left == []
 
 
-def _restore(session: Session, fault: str) -> BaseException | None:
-    """Arrives, works and meets; returns the error of this process."""
+def _restore(session: Session, fault: str, seconds: float) -> BaseException | None:
+    """Arrives, works for some seconds and meets; returns the error of this process."""
 
     async def work() -> None:
         if fault == "error":
             raise OSError("disk gone")
-        await asyncio.sleep(0 if fault == "interrupt meeting" else 0.6)
+        await asyncio.sleep(0 if fault == "interrupt meeting" else seconds)
 
     async def work_and_meet() -> None:
         if fault == "interrupt":
@@ -235,7 +238,7 @@ def _restore(session: Session, fault: str) -> BaseException | None:
 def _outcome(error: BaseException | None) -> tuple[str, list[int]]:
     """Returns the type of an error, and the processes that it names."""
     interrupted = isinstance(error, (InterruptError, asyncio.CancelledError))
-    return "interrupted" if interrupted else type(error).__name__, named(error)
+    return "interrupted" if interrupted else kind_of(error), named(error)
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
@@ -264,10 +267,12 @@ def test_a_restore_ends_alike_without_a_service(stopped: signal.Signals) -> None
 
     kind, seconds = ("pause", 40.0) if stopped == signal.SIGSTOP else ("crash", 3.0)
     stuck = plans.Fault("stuck", 0, 0, 1, 0.0)
-    simulated = set()
+    # Each process by itself: whether JAX ends it before the error of its last call is a race.
+    simulated: list[set[str]] = [set(), set()]
     for seed in range(20):
         ended = runs.run(plans.Plan(seed, 3, 1, 1, STALL, None, (plans.Fault(kind, 0, 0, 1, seconds), stuck)))
         assert ended.problems == ()
         errors = {r.process: r.error for r in ended.records if r.process and r.restore == 0}
-        simulated.add(str([list(_outcome(errors[p])) if p in errors else "has died" for p in (1, 2)]))
-    assert str(real) in simulated
+        for process, outcomes in enumerate(simulated, 1):
+            outcomes.add(str(list(_outcome(errors[process])) if process in errors else "has died"))
+    assert all(str(outcome) in outcomes for outcome, outcomes in zip(real, simulated, strict=True)), (real, simulated)
