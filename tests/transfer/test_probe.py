@@ -24,8 +24,10 @@ class OneProcess:
     def __init__(self, process: int) -> None:
         self.process = process
         self.read_groups: list[Group] = []
+        self.looks = 0
 
     def share_bytes(self, group: Group) -> int:
+        self.looks += 1  # costs time: it makes all that is read
         return 100 if self.process in {bundle.reader for bundle in group.bundles} else 0
 
     async def read(self, group: Group, held: Any = None) -> list[Any]:
@@ -59,6 +61,7 @@ def test_the_next_replica_is_compared_once_with_a_reader_that_has_read_for_long(
             reads.probe(number, compare=compare)
             await asyncio.sleep(0.01)
         assert len(executor.read_groups) == expected
+        assert bool(executor.looks) == (compare and long)
         assert recorder.bytes_again == 100 * expected
         assert (reads.shares.rate is not None) == bool(expected)
 
