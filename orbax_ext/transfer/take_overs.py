@@ -36,6 +36,16 @@ class TakeOvers:
         """Returns why a group was added, or an empty string."""
         return self._reasons.get(number, "")
 
+    def explain(self, error: BaseException | None) -> None:
+        """Adds who else could not read the next group, and why, to an error that names only those who have it now."""
+        if not isinstance(error, errors.RestoreTimeoutError) or not self._course.groups_left:
+            return
+        tried = sorted(self._failures.get(self._course.order[self._course.ends.front], {}).items())
+        lines = [f"{text.process(process, {process: one.host})}: {one.error}" for process, one in tried]
+        remark = "\n  ".join(["Others had to read the same before:", *lines])
+        if lines and remark not in str(error):  # as it is where another process has passed its error on
+            errors.add_remark(error, remark)
+
     def failure(self, error: BaseException | None) -> Mapping[str, str] | None:
         """Returns the error of a read for the other processes."""
         return None if error is None else failure_to_json(error)
