@@ -20,6 +20,7 @@ from orbax.checkpoint._src.serialization import (
     tensorstore_utils,
 )
 
+_REOPENING = 0.5  # seconds that an array may take to be opened without a look at storage: it takes less than 1 ms
 _REQUESTS = 128  # to an object store at a time: its latency counts once for all of them (marin #8505)
 
 
@@ -102,9 +103,10 @@ def reopening() -> Callable[[tensorstore.TensorStore], tensorstore.TensorStore]:
         resources = json.dumps(spec.pop("context", {}), sort_keys=True)
         if resources not in contexts:
             contexts[resources] = tensorstore.Context(json.loads(resources))
+        opened = tensorstore.open(spec, open=True, assume_metadata=True, context=contexts[resources])
         try:
-            return tensorstore.open(spec, open=True, assume_metadata=True, context=contexts[resources]).result()
-        except ValueError:  # some views can't be opened without a look at storage
+            return opened.result(timeout=_REOPENING)
+        except (ValueError, TimeoutError):  # some views can't be opened without a look at storage
             return store
 
     return reopened
