@@ -84,9 +84,12 @@ class TakeOvers:
         others = [failure for process, failure in failed.items() if process not in before]
         if any(_of_the_data(one, other) for one in before.values() for other in others):
             raise _restore_failed(before | failed)
-        added = take_over(shares, [process for process, failure in before.items() if failure.error != _LATE])
+        # Who was late before gets it once more only if nobody is left who reads it: else two could take turns for ever.
+        nobody_reads = len(failed) == len(late)
+        tried = [process for process, failure in before.items() if failure.error != _LATE or not nobody_reads]
+        added = take_over(shares, tried)
         if added is None:
-            if len(failed) == len(late):
+            if nobody_reads:
                 raise _restore_failed(before | failed)
             self.alone = True
             return None

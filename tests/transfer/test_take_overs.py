@@ -109,6 +109,19 @@ def test_who_was_late_is_the_last_to_try() -> None:
     assert restore.take_overs.alone
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_late_processes_do_not_hand_a_group_to_each_other_for_ever(fails: bool) -> None:
+    restore = Restore()
+    assert restore.meet({(first := restore.reader): failed(*GONE) if fails else Share(1, 0.0, late=True)})
+    tried = [first]
+    for _ in range(2):
+        tried.append(restore.reader)
+        assert restore.meet({restore.reader: Share(1, 0.0, late=True)})
+    assert len({*tried, restore.reader}) == 4
+    assert restore.meet({restore.reader: Share(1, 0.0, late=True)}) is None
+    assert restore.take_overs.alone
+
+
 def test_the_error_names_earlier_readers_that_were_late() -> None:
     restore = Restore()
     late = restore.reader
