@@ -112,8 +112,8 @@ def test_who_was_late_is_the_last_to_try() -> None:
 @pytest.mark.parametrize("fails", [True, False])
 def test_late_processes_do_not_hand_a_group_to_each_other_for_ever(fails: bool) -> None:
     restore = Restore()
-    assert restore.meet({(first := restore.reader): failed(*GONE) if fails else Share(1, 0.0, late=True)})
-    tried = [first]
+    tried = [restore.reader]
+    assert restore.meet({restore.reader: failed(*GONE) if fails else Share(1, 0.0, late=True)})
     for _ in range(2):
         tried.append(restore.reader)
         assert restore.meet({restore.reader: Share(1, 0.0, late=True)})
