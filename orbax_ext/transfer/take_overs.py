@@ -16,6 +16,7 @@ from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.take_over import TakeOver
 
 _LATE = "late: the other replicas have been asked to read its part"
+_LATE_TWICE = "late, twice: the other replicas have been asked to read its part"
 # What TensorStore says if a store does not let this process read, or not now.
 _ACCESS = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED|ABORTED")
 _VARYING = re.compile(r"""\d+|"[^"]*"|'[^']*'""")  # in messages: names, offsets, addresses
@@ -84,9 +85,13 @@ class TakeOvers:
         others = [failure for process, failure in failed.items() if process not in before]
         if any(_of_the_data(one, other) for one in before.values() for other in others):
             raise _restore_failed(before | failed)
-        # Who was late before gets it once more only if nobody is left who reads it: else two could take turns for ever.
+        # Who was late gets it once more, if it reads again or nobody else is left: else two could take turns for ever.
         nobody_reads = len(failed) == len(late)
-        tried = [process for process, failure in before.items() if failure.error != _LATE or not nobody_reads]
+        tried = [
+            process
+            for process, failure in before.items()
+            if failure.error != _LATE or (shares[process].rate == 0 and not nobody_reads)
+        ]
         added = take_over(shares, tried)
         if added is None:
             if nobody_reads:
@@ -104,9 +109,9 @@ class TakeOvers:
                 text.process(process, hosts),
                 why,
             )
-        waited_for = {p: errors.ProcessFailure(hosts[p], phase, _LATE) for p in late.keys() - before.keys()}
+        waited_for = {p: errors.ProcessFailure(hosts[p], phase, _LATE_TWICE if p in before else _LATE) for p in late}
         for number in added:
-            self._failures[number] = waited_for | before | failed
+            self._failures[number] = before | waited_for | failed
             self._reasons[number] = f"in place of {text.processes(sorted(late), hosts)}"
         return added
 

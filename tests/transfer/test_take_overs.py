@@ -122,6 +122,17 @@ def test_late_processes_do_not_hand_a_group_to_each_other_for_ever(fails: bool) 
     assert restore.take_overs.alone
 
 
+def test_who_was_late_and_reads_again_gets_a_group_once_more_and_then_never() -> None:
+    restore, late = Restore(), []
+    while True:
+        late.append(restore.reader)
+        restore.stuck.clear()  # all read again
+        if restore.meet({restore.reader: Share(1, 0.0, late=True)}) is None:
+            break
+    assert sorted(set(late)) == [0, 1, 2, 3]
+    assert max(map(late.count, late)) == 2
+
+
 def test_the_error_names_earlier_readers_that_were_late() -> None:
     restore = Restore()
     late = restore.reader
