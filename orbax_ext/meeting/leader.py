@@ -258,6 +258,7 @@ class Leader(Member):
         """Asks those who are late to come to the next meeting without their work; returns whether they are asked.
 
         Those are late who need much longer than the others did, or who read nothing while the others had nothing to do.
+        If more than half have not come, storage may be slow for all: they are late only if they are silent for long.
         """
         if self._came[:2] != (self.next, len(found)):
             self._came = (self.next, len(found), self.now)
@@ -265,17 +266,20 @@ class Leader(Member):
             return True
         missing = missing_from(found, self.place.processes)
         waited = self.now - self._came[2]
-        if not missing or len(missing) > len(found) or any(TOOK not in own for own in found.values()):
+        if not missing or not found or any(TOOK not in own for own in found.values()):
             return False
         needed = [own[TOOK] for own in found.values() if own[TOOK]]
-        usual = _LATE * statistics.median(needed) if needed else _SILENT * self.limits.patience
+        most, silent = self.limits.stall / 2, _SILENT * self.limits.patience
+        usual = _LATE * statistics.median(needed) if needed else silent
+        if many := len(missing) > len(found):
+            usual = silent = most
         # Not so long that the restore fails before anybody is asked.
-        if waited <= max(self.limits.patience, min(usual, self.limits.stall / 2)):
+        if waited <= max(self.limits.patience, min(usual, most)):
             return False
-        if not needed:
+        if many or not needed:
             yield from self._listen()
             quiet = min(self.now - self.heard[process].at if process in self.heard else waited for process in missing)
-            if quiet <= _SILENT * self.limits.patience:
+            if quiet <= silent:
                 return False
         self._asked = self.next
         yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES]}, once=True))

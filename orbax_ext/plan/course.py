@@ -57,6 +57,7 @@ class Course:
         self._meshes = meshes
         self._dealt_by: dict[int, float] = {}
         self._told: dict[int, float | None] = {}  # the latest rates
+        self._long = False  # somebody has read for so long that others should if they are faster
 
     @property
     def groups_left(self) -> bool:
@@ -127,8 +128,9 @@ class Course:
     def deal(self, shares: Mapping[int, Share]) -> list[int]:
         """Deals groups that nobody has begun to read by the rates of the processes; returns those that have changed."""
         self._told = {process: share.rate for process, share in shares.items()}
+        self._long = any(share.long for share in shares.values())
         rates = _filled(self._told)
-        if not any(share.long or share.rate == 0 for share in shares.values()):
+        if not self._long and 0 not in self._told.values():
             return []
         if not any(rates.values()) or not self._rates_changed(rates):
             return []
@@ -144,13 +146,13 @@ class Course:
         return changed
 
     def as_read_by_another(self, number: int) -> Group | None:
-        """Returns a group of one reader as another replica would read it; None if there is somebody to compare with.
+        """Returns a group of one reader as another replica would read it; None if that is not worth comparing.
 
-        That is the next replica of other processes, where nobody but the reader has told a rate.
+        That is the next replica of other processes, where the reader has read for long and nobody else has a rate.
         """
         group = self.as_planned(number)
         reader = next((bundle.reader for bundle in group.bundles), None)
-        if not self._one_reader or reader is None:
+        if not self._one_reader or not self._long or reader is None:
             return None
         rows = [set(owners.tolist()) for owners in self._meshes[group.mesh].owners(group.axes)]
         if {process for process, rate in self._told.items() if rate is not None} != rows[reader]:

@@ -16,6 +16,7 @@ from orbax_ext.storage import counters
 _TIMES = 3.0  # reads are asked for again if nothing comes for so many times as long as all of them should take
 _FLOOR = 5.0  # seconds; links that stop for a moment are not worth a second request
 _LOOK_EVERY = 1.0  # seconds
+_LEAST = 1 << 20  # bytes; how long less takes says nothing about how long more does
 _AT_A_TIME = 16 << 20  # bytes that are asked for again at a time: their memory comes on top of what is planned
 _KEPT = 8  # paces of a store
 
@@ -55,13 +56,14 @@ async def answers(
                 done, last = bytes_done, now
             if (count := counters.bytes_read()) != bytes_read:
                 bytes_read, advanced = count, now
-            pace = (last - began) / done if done else max(paces, default=float("inf"))
+            so_far = [(last - began) / max(_LEAST, done)] if done else []
+            pace = max([*paces, *so_far], default=float("inf"))
             if now - max(last, advanced) > max(_FLOOR, _TIMES * pace * total):
                 return await _ask_again(reads, futures, ended)
         await waiting
     finally:
         waiting.cancel()
-    paces.append((time.monotonic() - began) / max(1, total))
+    paces.append((time.monotonic() - began) / max(_LEAST, total))
     return list(futures)
 
 

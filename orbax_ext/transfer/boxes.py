@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from orbax_ext.upstream.stored_arrays import (
     bytes_under_way,
     fits_under_way,
     read_footprint,
+    reopening,
     store_of,
 )
 
@@ -63,8 +64,9 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     """
     candidates = [item for item in items if _can_be_simple(item)]
     stores = await _results(begin_opening(handler, [item.request.info for item in candidates]))
+    reopened = reopening()
     reads = [
-        _BoxRead(item, store, stored, box, devices)
+        _BoxRead(item, store, stored, box, devices, reopened)
         for item, store in zip(candidates, stores, strict=True)
         if store is not None and _as_stored(item, store)
         for stored, box, devices in _boxes(item)
@@ -91,7 +93,15 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
 class _BoxRead:
     """One box of an item, that one or several devices hold."""
 
-    def __init__(self, item: ReadItem, store: Any, stored: Box, box: Box, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self,
+        item: ReadItem,
+        store: Any,
+        stored: Box,
+        box: Box,
+        devices: Sequence[jax.Device],
+        reopened: Callable[[Any], Any],
+    ) -> None:
         self.item = item
         whole = all(size == end - first for (first, end), size in zip(stored, store.shape, strict=True))
         self._source = store if whole else store[tuple(slice(*rows) for rows in stored)]
@@ -99,6 +109,7 @@ class _BoxRead:
         if not whole:
             self.footprint = read_footprint(store, self._source.domain)
         self._devices = devices
+        self._reopened = reopened
         shape = tuple(end - first for first, end in box)
         given = item.buffers
         self._given = given
@@ -111,7 +122,7 @@ class _BoxRead:
 
     def begin_again(self) -> Any:
         self._second = self._make(self._buffer.shape, self._buffer.dtype)
-        return ts.array(self._second).write(self._source)
+        return ts.array(self._second).write(self._reopened(self._source))
 
     def take_second(self) -> None:
         """Leaves the first buffer, into which the first read may still write."""

@@ -25,7 +25,7 @@ from orbax_ext import mesh as mesh_lib
 from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
 
 _EVERYWHERE = P(("replica", "rest"))
-_MOST_PROGRAMS = 256  # kept for later restores; more than any one needs
+_MOST_PROGRAMS = 256  # kept for later restores; more than one needs, unless it deals again very often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +172,12 @@ class Exchange:
         """Compiles what `connect` runs."""
         self.compile((_SIGNAL,))
 
-    def compile(self, ops: tuple[Op, ...]) -> None:
-        """Compiles the program for these operations, unless it is compiled already."""
+    def compile(self, ops: tuple[Op, ...]) -> Any:
+        """Returns the program for these operations; compiles it unless it is compiled already."""
         with self._lock:
             if ops not in self._programs:
                 self._programs[ops] = self._compiled(ops)
+            return self._programs[ops]
 
     def _compiled(self, ops: tuple[Op, ...]) -> Any:
         while len(self._programs) >= _MOST_PROGRAMS:
@@ -222,16 +223,20 @@ class Exchange:
         jax.block_until_ready(list(answer.values()))
 
     def run(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> list[DeviceBlocks]:
-        """Starts the exchange and returns the blocks of each output. The operands of sums are used up."""
+        """Starts the exchange and returns the blocks of each output. The operands of sums are used up.
+
+        Compiles first what is not compiled: a process that is late is not waited for, whatever it lacks.
+        """
+        program = self._programs.get(ops) or self.compile(ops)
         try:
-            results = self._start(ops, operands)
+            results = self._start(program, ops, operands)
         except Exception:
             # The other processes are inside the collective by now: without this one they could not leave it.
-            self._start(ops, [self._zeros(op.operand) for op in ops])
+            self._start(program, ops, [self._zeros(op.operand) for op in ops])
             raise
         return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
 
-    def _start(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
+    def _start(self, program: Any, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
         arguments = [
             jax.make_array_from_single_device_arrays(
                 self._global_shape(op.operand), self._sharding, [blocks[device] for device in self._mesh.local_devices]
@@ -239,7 +244,7 @@ class Exchange:
             for op, blocks in zip(ops, operands, strict=True)
         ]
         with mesh_lib.scope(self._mesh):
-            return self._programs[ops](*arguments)
+            return program(*arguments)
 
     def _zeros(self, block: Block) -> DeviceBlocks:
         zeros = np.zeros(block.carried_shape, block.carried_dtype)

@@ -48,7 +48,9 @@ class Compiling:
         self._all.set_result(None)
 
     def again(self, number: int) -> None:
-        """Compiles a group that was added or has changed, after the others."""
+        """Compiles a group that was added or has changed, after the others. It may have changed before."""
+        if (before := self._changed.get(number)) is not None:
+            abandon(before)
         self._changed[number] = asyncio.ensure_future(self._compile(number))
 
     def of(self, number: int) -> list[asyncio.Future[None]]:

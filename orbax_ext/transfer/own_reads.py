@@ -27,7 +27,7 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
     def __init__(self, read: Callable[[int], Awaitable[list[DeviceBlocks]]], ahead: int, busy: Stopwatch) -> None:
         super().__init__(read, ahead, busy)
         self.stuck = False  # it was late or failed, and has read nothing since
-        self._rate = LatestRate()
+        self._rate = LatestRate(at_least=_LONG_ENOUGH)
         self._bytes_before = counters.bytes_read()
         self._probe: asyncio.Future[Any] | None = None
         self._probed = -math.inf  # when something was read last only to measure
@@ -42,8 +42,8 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
 
     @property
     def long(self) -> bool:
-        """Whether it has read for so long that others should read in its place if they are faster."""
-        return self._busy.seconds > _LONG_ENOUGH
+        """Whether its rate was measured for so long that others should read in its place if they are faster."""
+        return self._rate.seconds >= _LONG_ENOUGH
 
     def advanced(self) -> None:
         """Notes that something was read."""

@@ -81,7 +81,8 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
+        self._take_overs.explain(error)
         self._reads.give_up()
         self._compiling.give_up()
         self._exchanges.give_up()

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from orbax_ext.plan.boundary import GroupBytes
 
+_FEW = 5  # measurements
+_OLD = 10.0  # seconds after which a measurement says little about how fast a link is now
+
 
 class Stopwatch:
     """Measures the time during which at least one `with` block is inside it."""
@@ -43,13 +46,22 @@ class Stopwatch:
 class LatestRate:
     """A rate over the last few measurements, so that it follows when links change."""
 
-    def __init__(self) -> None:
-        self._seen: collections.deque[tuple[float, float]] = collections.deque([(0.0, 0.0)], maxlen=6)
+    def __init__(self, at_least: float = 0.0) -> None:
+        """Takes more than a few measurements, as long as they are new, if those took less than `at_least` seconds."""
+        self._at_least = at_least
+        # The amount so far, the seconds that it has taken, and when it was measured.
+        self._seen: collections.deque[tuple[float, float, float]] = collections.deque([(0.0, 0.0, 0.0)])
 
     def add(self, amount: float, seconds: float) -> None:
         """Adds a measurement: the amount so far, and the seconds that it has taken. One without news is ignored."""
-        if amount > self._seen[-1][0]:
-            self._seen.append((amount, seconds))
+        if amount <= self._seen[-1][0]:
+            return
+        now = time.monotonic()
+        self._seen.append((amount, seconds, now))
+        while len(self._seen) > _FEW + 1 and (
+            seconds - self._seen[1][1] >= self._at_least or now - self._seen[1][2] > _OLD
+        ):
+            self._seen.popleft()
 
     @property
     def seconds(self) -> float:
@@ -59,7 +71,7 @@ class LatestRate:
     @property
     def latest(self) -> float:
         """The amount per second; 0 before the first measurement."""
-        (before, since), (amount, seconds) = self._seen[0], self._seen[-1]
+        (before, since, _), (amount, seconds, _) = self._seen[0], self._seen[-1]
         return (amount - before) / max(seconds - since, 1e-6)
 
 

@@ -108,7 +108,7 @@ class Reads:
         group, planned = self._course.plan.groups[number], self._course.as_planned(number)
         if compare and not self.shares.compared and (other := self._course.as_read_by_another(number)) is not None:
             planned = other
-        if self._executor.share_bytes(group) or not (size := self._executor.share_bytes(planned)):
+        if planned is group or self._executor.share_bytes(group) or not (size := self._executor.share_bytes(planned)):
             return
         if self.shares.probe(self._executor.read(planned)):
             self.shares.compared = self.shares.compared or planned is not self._course.as_planned(number)

@@ -16,6 +16,7 @@ from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.take_over import TakeOver
 
 _LATE = "late: the other replicas have been asked to read its part"
+_LATE_TWICE = "late, twice: the other replicas have been asked to read its part"
 # What TensorStore says if a store does not let this process read, or not now.
 _ACCESS = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED|ABORTED")
 _VARYING = re.compile(r"""\d+|"[^"]*"|'[^']*'""")  # in messages: names, offsets, addresses
@@ -35,6 +36,16 @@ class TakeOvers:
     def reason(self, number: int) -> str:
         """Returns why a group was added, or an empty string."""
         return self._reasons.get(number, "")
+
+    def explain(self, error: BaseException | None) -> None:
+        """Adds who else could not read the next group, and why, to an error that names only those who have it now."""
+        if not isinstance(error, errors.RestoreTimeoutError) or not self._course.groups_left:
+            return
+        tried = sorted(self._failures.get(self._course.order[self._course.ends.front], {}).items())
+        lines = [f"{text.process(process, {process: one.host})}: {one.error}" for process, one in tried]
+        remark = "\n  ".join(["Others had to read the same before:", *lines])
+        if lines and remark not in str(error):  # as it is where another process has passed its error on
+            errors.add_remark(error, remark)
 
     def failure(self, error: BaseException | None) -> Mapping[str, str] | None:
         """Returns the error of a read for the other processes."""
@@ -74,9 +85,16 @@ class TakeOvers:
         others = [failure for process, failure in failed.items() if process not in before]
         if any(_of_the_data(one, other) for one in before.values() for other in others):
             raise _restore_failed(before | failed)
-        added = take_over(shares, [process for process, failure in before.items() if failure.error != _LATE])
+        # Who was late gets it once more, if it reads again or nobody else is left: else two could take turns for ever.
+        nobody_reads = len(failed) == len(late)
+        tried = [
+            process
+            for process, failure in before.items()
+            if failure.error != _LATE or (shares[process].rate == 0 and not nobody_reads)
+        ]
+        added = take_over(shares, tried)
         if added is None:
-            if len(failed) == len(late):
+            if nobody_reads:
                 raise _restore_failed(before | failed)
             self.alone = True
             return None
@@ -91,9 +109,9 @@ class TakeOvers:
                 text.process(process, hosts),
                 why,
             )
-        waited_for = {p: errors.ProcessFailure(hosts[p], phase, _LATE) for p in late.keys() - before.keys()}
+        waited_for = {p: errors.ProcessFailure(hosts[p], phase, _LATE_TWICE if p in before else _LATE) for p in late}
         for number in added:
-            self._failures[number] = waited_for | before | failed
+            self._failures[number] = before | waited_for | failed
             self._reasons[number] = f"in place of {text.processes(sorted(late), hosts)}"
         return added
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import json
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from orbax.checkpoint._src.serialization import (
     tensorstore_utils,
 )
 
+_REOPENING = 0.5  # seconds that an array may take to be opened without a look at storage: it takes less than 1 ms
 _REQUESTS = 128  # to an object store at a time: its latency counts once for all of them (marin #8505)
 
 
@@ -86,6 +88,28 @@ def begin_opening(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> 
         tensorstore.open(spec, open=True, context=info.ts_context)
         for info, spec in zip(infos, _read_specs(handler, infos), strict=True)
     ]
+
+
+def reopening() -> Callable[[tensorstore.TensorStore], tensorstore.TensorStore]:
+    """Returns a function that opens arrays once more, without a look at storage, to read what does not come again.
+
+    They have a cache and connections of their own: a read of a chunk that is being read waits for that read, as long as
+    both have the same cache.
+    """
+    contexts: dict[str, tensorstore.Context] = {}  # so that arrays of one database share what they read of it
+
+    def reopened(store: tensorstore.TensorStore) -> tensorstore.TensorStore:
+        spec = store.spec(unbind_context=True).to_json()
+        resources = json.dumps(spec.pop("context", {}), sort_keys=True)
+        if resources not in contexts:
+            contexts[resources] = tensorstore.Context(json.loads(resources))
+        opened = tensorstore.open(spec, open=True, assume_metadata=True, context=contexts[resources])
+        try:
+            return opened.result(timeout=_REOPENING)
+        except (ValueError, TimeoutError):  # some views can't be opened without a look at storage
+            return store
+
+    return reopened
 
 
 def with_request_concurrency(infos: Sequence[Any], limit: int | None) -> list[Any]:

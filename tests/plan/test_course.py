@@ -36,6 +36,7 @@ def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) 
                 data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7])),
                 late=trouble == "late",
                 failed={"error": "OSError"} if trouble == "failed" else None,
+                long=data.draw(st.booleans()),
             )
         told = [Share.from_json(share.to_json()) for share in shares.values()]
         assert told == [*shares.values()]
@@ -129,12 +130,14 @@ def draw_shares(data: st.DataObject, ends: Ends, back: Sequence[int], *, trouble
         trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if troubled else ""
         rate = data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7]))
         failed = {"error": "OSError"} if trouble == "failed" else None
+        long = data.draw(st.booleans())
         if ends.front < ends.back:
             upto = min(ends.front + data.draw(st.integers(1, 3)), ends.back)
-            shares[process] = Share(upto, rate, late=trouble == "late", failed=failed)
+            shares[process] = Share(upto, rate, late=trouble == "late", failed=failed, long=long)
         else:
             lacks = tuple(sorted(data.draw(st.sets(st.sampled_from(back), min_size=1)))) if trouble else ()
-            shares[process] = Share(ends.back, rate, late=trouble == "late", failed=failed, lacks=lacks)
+            late = trouble == "late"
+            shares[process] = Share(ends.back, rate, late=late, failed=failed, lacks=lacks, long=long)
     return shares
 
 
@@ -164,6 +167,8 @@ def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> N
 
     deal(None, None, None, None)
     assert course.as_read_by_another(last) is None  # nothing is known
+    course.deal({process: Share(1, 1e6 if process == 0 else None) for process in range(4)})
+    assert course.as_read_by_another(last) is None  # it has read for a moment only
     deal(1e6, None, None, None)
     other = course.as_read_by_another(last)
     assert other is not None

@@ -51,6 +51,12 @@ def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:
         assert "longer than the limit in all" in runs.run(plan).problems[0]
 
 
+@pytest.mark.parametrize("stuck", [(1, 2, 3), (0, 1, 2), (0, 2, 3)])
+def test_one_process_reads_in_place_of_all_others(stuck: tuple[int, ...]) -> None:
+    faults = tuple(plans.Fault("stalled share", process, 0, 1, 0.0) for process in stuck)
+    assert not runs.run(plans.Plan(0, 4, 1, 2, 8.0, None, faults, late=0.3)).problems
+
+
 def test_a_failing_plan_is_made_smaller() -> None:
     fault = plans.Fault("error", 1, 0, 1, 1.0)
     harmless = plans.Fault("slow calls", 2, 1, 1, 1.0)

@@ -38,6 +38,7 @@ class OneRead:
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(again, "_FLOOR", 0.05)
     monkeypatch.setattr(again, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(again, "_LEAST", 1)
     again._paces.clear()
 
 
@@ -115,6 +116,25 @@ def test_large_reads_have_more_time_than_small_ones() -> None:
         assert reads[1].second is None  # by the pace of the small one it takes 20 s
         reads[1].first.set_result("large")
         assert [future.result() for future in await task] == ["small", "large"]
+
+    run(case)
+
+
+def test_tiny_reads_say_nothing_about_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        monkeypatch.setattr(again, "_LEAST", 1 << 20)
+        scalar = OneRead(4)
+        task = begin([scalar])
+        await asyncio.sleep(0.03)
+        scalar.first.set_result("there")
+        await task
+        reads = [OneRead(4), OneRead(1 << 20)]
+        task = begin(reads)
+        await asyncio.sleep(0.03)
+        reads[0].first.set_result("there")
+        await until(lambda: reads[1].second is not None)  # by the pace of four bytes that would take days
+        reads[1].second.set_result("there")
+        await task
 
     run(case)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import pathlib
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,10 +20,13 @@ from orbax.checkpoint import type_handlers
 
 from orbax_ext.plan import Slice
 from orbax_ext.request import LeafRequest, given_request
-from orbax_ext.transfer import boxes, reading
+from orbax_ext.storage import counters
+from orbax_ext.transfer import again, boxes, reading
 from orbax_ext.transfer.blocks import Block
 from orbax_ext.transfer.boxes import ReadItem
 from orbax_ext.upstream.array_handler import array_context
+from orbax_ext.upstream.stored_arrays import StoredSpec
+from tests.support import stalling_store
 
 VALUES = {
     "floats": np.array([[-0.0, np.nan, 1.5], [2, 3, 4]], np.float32),
@@ -114,3 +119,40 @@ def test_memory_is_used_again_after_it_was_given_back() -> None:
     again = memory.empty((64,), np.int16)
     assert (again.ctypes.data, again.shape) == (block.ctypes.data, (64,))
     assert memory.empty((64,), np.int16).ctypes.data != block.ctypes.data
+
+
+@pytest.mark.parametrize("in_database", [True, False], ids=["ocdbt", "files"])
+def test_a_chunk_that_storage_does_not_send_is_asked_for_once_more(
+    tmp_path: pathlib.Path, in_database: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = np.random.default_rng(0).integers(0, 1000, (64, 256), np.int32)
+    monkeypatch.setattr(again, "_FLOOR", 0.2)
+    monkeypatch.setattr(again, "_LOOK_EVERY", 0.05)
+    monkeypatch.setitem(again._paces, "", collections.deque([1e-9]))  # an earlier read has shown how fast storage is
+    asked = counters.bytes_again()
+    written = {"dtype": "<i4", "shape": [64, 256], "chunks": [32, 256], "compressor": None}
+    kvstore = {"driver": "file", "path": f"{tmp_path}/"}
+    ts.open(_spec(kvstore, in_database) | {"metadata": written}, create=True).result().write(value).result()
+    with stalling_store.serving(tmp_path) as store:
+        kvstore = {"driver": "http", "base_url": store.url, "path": "/"}
+        item = _slice_of(StoredSpec("leaf", _spec(kvstore, in_database), array_context(in_database), ""), value)
+        found = asyncio.run(asyncio.wait_for(boxes.fetch(type_handlers.ArrayHandler(), [item]), 30))
+        (block,) = found[0].values()
+        assert block.tobytes() == value[32:].tobytes()
+        assert len(store.chunks) == 2
+        assert len(set(store.chunks)) == 1
+    assert counters.bytes_again() - asked == block.nbytes
+
+
+def _spec(kvstore: dict[str, Any], in_database: bool) -> dict[str, Any]:
+    database = {"driver": "ocdbt", "base": kvstore, "path": "leaf/"}
+    return {"driver": "zarr", "kvstore": database if in_database else kvstore}
+
+
+def _slice_of(info: StoredSpec, value: np.ndarray) -> ReadItem:
+    """Returns what reads the second half of an array."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), P())
+    args = type_handlers.ArrayRestoreArgs(sharding=sharding, global_shape=value.shape, dtype=value.dtype)
+    (whole,) = given_request([info], [args]).leaf_requests
+    half = whole.leaf.sliced(Slice(0, 0, 32, 32))
+    return ReadItem(0, whole, half, sharding, Block(half.block, jnp.dtype(value.dtype)))

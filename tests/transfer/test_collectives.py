@@ -5,6 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orbax_ext.transfer import collectives
+from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.collectives import Exchange, SumOp
+
 # In a process of its own, because the number of devices can't be changed once JAX has started.
 RELAYS = """
 import jax, jax.numpy as jnp, numpy as np
@@ -47,3 +56,20 @@ def test_relays_move_blocks_bit_for_bit() -> None:
         check=False,
     )
     assert done.stdout == "exact\n", done.stderr
+
+
+@pytest.mark.once
+def test_an_exchange_that_is_not_compiled_yet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is late comes to an exchange as it is; the others would wait inside for it."""
+    monkeypatch.setattr(collectives, "_MOST_PROGRAMS", 1)
+    device = jax.devices()[0]
+    exchange = Exchange(np.array([[device]]))
+
+    def run(size: int) -> list[float]:
+        op = SumOp(Block((size,), jnp.dtype("float32")))
+        (out,) = exchange.run((op,), [{device: jax.device_put(np.arange(size, dtype=np.float32), device)}])
+        return np.asarray(out[device]).tolist()
+
+    assert run(2) == [0, 1]
+    assert run(3) == [0, 1, 2]
+    assert run(2) == [0, 1]  # whose program was dropped meanwhile

@@ -20,6 +20,23 @@ def test_a_rate_follows_the_latest_measurements() -> None:
     assert rate.latest == 1.0
 
 
+def test_short_measurements_are_taken_together_while_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])
+    short, long = LatestRate(at_least=1.0), LatestRate()
+    for number in range(1, 201):
+        seconds = 0.01 * number + (0.1 if number > 195 else 0)  # once it takes ten times as long
+        for rate in (short, long):
+            rate.add(number, seconds)
+    assert 1.0 <= short.seconds < 1.2
+    assert short.latest > 0.8 * 100
+    assert long.latest < 0.5 * 100
+    for number in range(201, 206):  # it becomes faster, and reads little
+        now[0] += 2.5
+        short.add(number + 1000, seconds + 0.001 * (number - 200))
+    assert short.latest > 1000
+
+
 def test_a_stopwatch_runs_while_anything_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])

@@ -17,6 +17,7 @@ DENIED = ("PermissionError", "PermissionError: [Errno 13] Permission denied: '/d
 REFUSED = ("ValueError", 'ValueError: PERMISSION_DENIED: Error reading "gs://bucket/x": HTTP 403')
 THROTTLED = ("ValueError", "ValueError: UNAVAILABLE: HTTP 503")
 GONE = ("OSError", "OSError: the disk is gone")
+LATE = "late: the other replicas have been asked to read its part"
 
 
 def failed(kind: str, error: str) -> Share:
@@ -108,6 +109,30 @@ def test_who_was_late_is_the_last_to_try() -> None:
     assert restore.take_overs.alone
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_late_processes_do_not_hand_a_group_to_each_other_for_ever(fails: bool) -> None:
+    restore = Restore()
+    tried = [restore.reader]
+    assert restore.meet({restore.reader: failed(*GONE) if fails else Share(1, 0.0, late=True)})
+    for _ in range(2):
+        tried.append(restore.reader)
+        assert restore.meet({restore.reader: Share(1, 0.0, late=True)})
+    assert len({*tried, restore.reader}) == 4
+    assert restore.meet({restore.reader: Share(1, 0.0, late=True)}) is None
+    assert restore.take_overs.alone
+
+
+def test_who_was_late_and_reads_again_gets_a_group_once_more_and_then_never() -> None:
+    restore, late = Restore(), []
+    while True:
+        late.append(restore.reader)
+        restore.stuck.clear()  # all read again
+        if restore.meet({restore.reader: Share(1, 0.0, late=True)}) is None:
+            break
+    assert sorted(set(late)) == [0, 1, 2, 3]
+    assert max(map(late.count, late)) == 2
+
+
 def test_the_error_names_earlier_readers_that_were_late() -> None:
     restore = Restore()
     late = restore.reader
@@ -117,3 +142,27 @@ def test_the_error_names_earlier_readers_that_were_late() -> None:
         restore.meet({(third := restore.reader): failed("ValueError", "ValueError: DATA_LOSS")})
     assert isinstance(caught.value, errors.RestoreFailedError)
     assert sorted(caught.value.failures) == sorted([late, second, third])
+
+
+def test_a_timeout_names_those_who_have_tried_before() -> None:
+    restore = Restore()
+    first = restore.reader
+    assert restore.meet({first: failed(*GONE)})
+    assert restore.meet({(second := restore.reader): Share(1, 0.0, late=True)})
+    error = errors.RestoreTimeoutError("missing: process 9", [9], {})
+    for _ in range(2):  # it says so once
+        restore.take_overs.explain(error)
+        message, *remark = str(error).splitlines()
+        assert message == "missing: process 9"
+        assert sorted(remark[1:]) == sorted(
+            [f"  process {first} (host-{first}): {GONE[1]}", f"  process {second} (host-{second}): {LATE}"]
+        )
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    restore = Restore()
+    assert restore.meet({restore.reader: failed(*GONE)})
+    error = errors.restore_failed({3: errors.ProcessFailure("host-3", "read", "MemoryError: no room")})
+    restore.take_overs.explain(error)
+    restore.take_overs.explain(None)
+    assert "before" not in str(error)

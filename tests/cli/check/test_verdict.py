@@ -104,6 +104,8 @@ def test_slow_storage_is_named() -> None:
     slow = dataclasses.replace(READER, host="c", phases={"read": 9})
     (change,) = verdict.changes(result(READER, READER, slow))
     assert change == "look at the storage of process 2 (c): 111.1 MB/s there, 500.0 MB/s usually"
+    (change,) = verdict.changes(result(slow, READER))  # of two, the other one is usual
+    assert change == "look at the storage of process 0 (c): 111.1 MB/s there, 500.0 MB/s usually"
 
 
 def test_storage_of_a_process_is_named_that_others_read_for() -> None:
