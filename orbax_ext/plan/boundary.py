@@ -80,7 +80,7 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
     It moves only if no process has anything to read, and no further than that the groups that are read directly double:
     so little experience decides little.
     """
-    if not all(one.idle and one.direct == len(groups) - ends.back for one in progress):
+    if not everything_is_read(groups, ends, progress):
         return ends.back
     untouched = max(ends.front, *(one.begun for one in progress))
     least = max(untouched, ends.back - max(1, len(groups) - ends.back))
@@ -91,6 +91,11 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
         return least
     waiting = max(one.waiting for one in progress) + (0.0 if all(one.ready for one in progress) else _PREPARING)
     return ends.front if seconds_direct(groups, ends, progress) < waiting else ends.back
+
+
+def everything_is_read(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> bool:
+    """Returns whether all processes have read what they may read, and could read all groups from the back."""
+    return all(one.idle and one.direct == len(groups) - ends.back for one in progress)
 
 
 def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:

@@ -13,7 +13,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext.meeting.protocol import TOOK
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan
-from orbax_ext.plan.boundary import Progress, bytes_of_groups, next_boundary, seconds_direct
+from orbax_ext.plan.boundary import Progress, bytes_of_groups, everything_is_read, next_boundary, seconds_direct
 from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
@@ -195,6 +195,7 @@ class Pipeline:
             if not self._reads.share.done() or self._reads.share.exception() is not None:
                 self._reads.shares.drop_stuck(front)
         self._take_overs.alone = False
+        self._patience = None
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
             self._move_boundary([*progress.values()])
@@ -242,9 +243,10 @@ class Pipeline:
     def _move_boundary(self, progress: Sequence[Progress]) -> None:
         ends = self.course.ends
         boundary = next_boundary(self._bytes, ends, progress)
-        self._patience = None
         if boundary == ends.back:
-            if not self._exchanges.started and not all(one.ready for one in progress):
+            # If somebody still reads, or could not read, there is more to wait for than time.
+            only_time = everything_is_read(self._bytes, ends, progress)
+            if only_time and not self._exchanges.started and not all(one.ready for one in progress):
                 self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
