@@ -61,7 +61,7 @@ class Pipeline:
             self._executor,
             self.course,
             recorder,
-            self._rates.storage_busy,
+            self._rates,
             boundary_moves=self.boundary_moves,
             reason=self._take_overs.reason,
             held=self._held,
@@ -72,7 +72,7 @@ class Pipeline:
         self._patience: float | None = None  # seconds for compiling, after which it is better to read all directly
         self._connected: set[tuple[int, tuple[str, ...]]] = set()
         self._began = self._began_phase = time.monotonic()
-        self._read_at_meeting = (0, 0)  # `Reads.so_far` at the last meeting
+        self._read_at_meeting = (0, 0, False)  # `Reads.so_far` at the last meeting
         self._at_work = False  # not at a meeting, where all have just told what they have begun to read
         self._exchanges = Exchanges(
             self._executor, recorder, self._rates, begun=self._begin_more_reads, arrived=self._arrived
@@ -168,9 +168,9 @@ class Pipeline:
             begun=max(shares.begun, self._held.groups),
             direct=reads.back.done,
             ready=all(task.done() for task in self._prepared),
-            idle=shares.idle and reads.back.idle,
+            idle=reads.idle,
             waiting=time.monotonic() - self._began,
-            storage=self._rates.storage(self._held.others(shares.groups_done), reads.back.done),
+            storage=self._rates.storage,
             fabric=self._rates.fabric,
         )
         return {**told, **progress.to_json()}

@@ -63,7 +63,7 @@ class Storage:
     def share_bytes(self, group: Group) -> int:
         return MIB
 
-    def whole_bytes(self, group: Group) -> int:
+    def whole_bytes(self, leaves: object) -> int:
         return MIB
 
     def extend(self, leaves: object) -> None:
