@@ -46,6 +46,7 @@ class Progress:
     waiting: float  # seconds since it has begun: the end of the first exchange may take as long again
     storage: float  # bytes per second that it reads
     fabric: float  # bytes per second that it receives in exchanges; 0 before the first one has ended
+    unused: int = 0  # bytes of shares that it has read in this restore and that do not travel yet
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -101,7 +102,8 @@ def everything_is_read(groups: Sequence[GroupBytes], ends: Ends, progress: Seque
 def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:
     """Returns the boundary with which the rest of the restore is expected to take least.
 
-    That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges.
+    That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges,
+    if nobody has read more than a group for them.
     """
     storage = min(one.storage for one in progress)
     fabric = min(one.fabric for one in progress)
@@ -113,7 +115,10 @@ def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, prog
         return max((shares + direct) / storage, links / fabric)
 
     best = min(range(ends.back, untouched - 1, -1), key=seconds)
-    return ends.front if seconds_direct(groups, ends, progress) < seconds(best) else best
+    one_group = max((group.direct for group in groups), default=0)
+    if max(one.unused for one in progress) <= one_group and seconds_direct(groups, ends, progress) < seconds(best):
+        return ends.front
+    return best
 
 
 def seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:

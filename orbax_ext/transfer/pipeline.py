@@ -172,6 +172,7 @@ class Pipeline:
             waiting=time.monotonic() - self._began,
             storage=self._rates.storage,
             fabric=self._rates.fabric,
+            unused=reads.unused,
         )
         return {**told, **progress.to_json()}
 
@@ -250,9 +251,7 @@ class Pipeline:
                 self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
-            read = self._held.others(self._reads.shares.groups_done)
-            unused = [self.course.group(place) for place in read if place >= ends.front]
-            self._recorder.unused(sum(map(self._executor.share_bytes, unused)))
+            self._recorder.unused(self._reads.unused)
             self._reads.shares.give_up(ends.front)
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()

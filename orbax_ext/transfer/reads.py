@@ -83,6 +83,12 @@ class Reads:
         """Whether all is read that may be read."""
         return self.shares.idle and self.back.idle and self._direct_has_ended
 
+    @property
+    def unused(self) -> int:
+        """The bytes of shares that were read in this restore and do not travel yet."""
+        places = [place for place in self.shares.groups_done if place >= self._course.ends.front]
+        return sum(self._executor.share_bytes(self._course.group(place)) for place in self._held.others(places))
+
     def begin(self, waiting: int = 0) -> None:
         """Begins to read the shares that may be read.
 

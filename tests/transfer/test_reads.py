@@ -202,6 +202,7 @@ def test_all_that_is_read_counts_for_the_rate() -> None:
         await settle()
         await read_shares(storage)
         assert rates.bytes_read == 3 * 10
+        assert reads.unused == 3
         storage.direct[0].set_result(None)
         await settle()
         assert rates.bytes_read == 3 * 10 + 7
