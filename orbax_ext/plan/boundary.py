@@ -99,9 +99,12 @@ def everything_is_read(groups: Sequence[GroupBytes], ends: Ends, progress: Seque
     return all(one.idle and one.direct == len(groups) - ends.back for one in progress)
 
 
-def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:
+def best_boundary(
+    groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress], others: int = 0
+) -> int:
     """Returns the boundary with which the rest of the restore is expected to take least.
 
+    `others` are bytes that storage has to read besides: of leaves that never travel.
     That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges,
     if nobody has read more than a group for them.
     """
@@ -112,13 +115,14 @@ def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, prog
         shares = sum(group.share for group in groups[untouched:back])
         direct = sum(group.direct for group in groups[back : ends.back])
         links = sum(group.link for group in groups[ends.front : back])
-        return max((shares + direct) / storage, links / fabric)
+        return max((others + shares + direct) / storage, links / fabric)
 
     best = min(range(ends.back, untouched - 1, -1), key=seconds)
     one_group = max((group.direct for group in groups), default=0)
-    if max(one.unused for one in progress) <= one_group and seconds_direct(groups, ends, progress) < seconds(best):
-        return ends.front
-    return best
+    if max(one.unused for one in progress) > one_group:
+        return best
+    only_reads = others / storage + seconds_direct(groups, ends, progress)
+    return ends.front if only_reads < seconds(best) else best
 
 
 def seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
