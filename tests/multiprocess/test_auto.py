@@ -32,6 +32,11 @@ MIXED_STATE = {
     **{f"a_{number}": Spec((2048, 2048), "float32", P("tp")) for number in range(8)},
     **{f"b_{number}": Spec((4096, 2048), "float32", P(("fsdp", "tp"))) for number in range(8)},
 }
+# The moments of an optimizer that is sharded over all devices never travel.
+SHARDED_MOMENTS = {
+    **STATE,
+    **{f"moment_{number}": Spec((2048, 2048), "float32", P(("dp", "tp"))) for number in range(4)},
+}
 SLICED = {"large": Spec((16384, 2048), "float32", P("tp"))}
 HOST_BYTES = 8 * 16 * MIB
 
@@ -123,6 +128,12 @@ def test_it_reads_directly_until_storage_becomes_slow(small_cluster: lab.Cluster
 def test_one_process_with_slow_storage_keeps_all_from_reading_directly(small_cluster: lab.Cluster, layers: str) -> None:
     for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, slow=(2, Pace(3.0, 0.0))):
         assert groups.count("direct") <= 2
+
+
+def test_leaves_that_never_travel_are_read_before_groups_from_the_back(small_cluster: lab.Cluster, path: str) -> None:
+    small_cluster.run(states.save, path, SHARDED_MOMENTS, MESH)
+    for others, from_the_back in small_cluster.run(restore_sharded_moments, path):
+        assert others <= min(from_the_back)
 
 
 def test_slices_of_one_leaf_arrive_from_both_ends(small_cluster: lab.Cluster, path: str) -> None:
@@ -298,6 +309,15 @@ def restore_and_count_metadata_reads(path: str) -> tuple[int, int]:
         knobs = {"strategy": "spread", "broadcast_memory_limit_bytes": 16 * MIB}
         report = states.restore_exactly(path, knobs, STATE, MESH)
     return count, report.groups
+
+
+def restore_sharded_moments(path: str) -> tuple[float, list[float]]:
+    """Returns when all leaves were read that never travel, and when groups from the back began to be read."""
+    knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
+    with paced(lambda: BOTH):
+        spans = states.restore_exactly(path, knobs, SHARDED_MOMENTS, MESH).own.spans
+    (others,) = [span.end for span in spans if span.phase == "read" and span.group is None]
+    return others, [span.start for span in spans if span.phase == "read directly"]
 
 
 def restore_by_exchanges(path: str) -> None:
