@@ -69,7 +69,7 @@ class Pipeline:
         )
         self.ask = self._reads.ask  # the others do not want to wait any longer for what this process reads
         self._compiling = Compiling(self._executor, self.course, recorder, may_be_needless=self.boundary_moves)
-        self._patience: float | None = None  # seconds for compiling, after which it is better to read all directly
+        self._patience: float | None = None  # seconds for compiling, after which all meet again if they read nothing
         self._connected: set[tuple[int, tuple[str, ...]]] = set()
         self._began = self._began_phase = time.monotonic()
         self._read_at_meeting = (0, 0, False)  # `Reads.so_far` at the last meeting
@@ -245,10 +245,11 @@ class Pipeline:
         ends = self.course.ends
         boundary = next_boundary(self._bytes, ends, progress)
         if boundary == ends.back:
-            # If somebody still reads, or could not read, there is more to wait for than time.
-            only_time = everything_is_read(self._bytes, ends, progress)
-            if only_time and not self._exchanges.started and not all(one.ready for one in progress):
-                self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+            if not self._exchanges.started and not all(one.ready for one in progress):
+                if everything_is_read(self._bytes, ends, progress):
+                    self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+                else:  # somebody still reads, or could not: nobody knows when to meet, so there are few meetings
+                    self._patience = 0.1 + 2 * max(one.waiting for one in progress)
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
             self._recorder.unused(self._reads.unused)
@@ -257,7 +258,7 @@ class Pipeline:
         self._note_plan()
 
     async def _patience_ends(self, until: float) -> None:
-        """Waits until all is read that may be read, and until a time: then the others may as well read all directly."""
+        """Waits until all is read that may be read, and until a time: it may be better not to wait for programs."""
         await self._reads.everything_read(None, strict=self._strict)
         await asyncio.sleep(max(0.0, until - time.monotonic()))
 

@@ -131,6 +131,21 @@ def test_there_is_nothing_to_meet_for_while_one_process_lacks_a_group_from_the_b
     run(case, monkeypatch)
 
 
+def test_the_boundary_moves_when_the_last_one_has_read_though_others_still_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(meetings: Meetings) -> None:
+        def reads(told: dict[str, Any]) -> dict[str, Any]:
+            return {**told, "ready": True, "idle": False}
+
+        assert await meetings.hold_for(1.0, reads) < 10
+        ends = meetings.pipeline.course.ends
+        assert not await meetings.hold(lambda told: {**told, "ready": True})
+        assert meetings.pipeline.course.ends.back < ends.back
+
+    run(case, monkeypatch)
+
+
 def test_there_is_nothing_to_meet_for_while_the_first_exchange_travels_after_a_take_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
