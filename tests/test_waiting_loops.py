@@ -61,7 +61,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     ("transfer.pending_restore", "finish", "True"): f"its argument `timeout`; without one, a restore {_ENDS}",
     ("transfer.read_ahead", "until_idle", "not self.idle"): _READS,
     ("transfer.reads", "_called", "True"): _READS,
-    ("transfer.reads", "everything_read", "not (self.shares.idle and self.back.idle)"): _READS,
+    ("transfer.reads", "everything_read", "not self.idle"): _READS,
     (
         "transfer.verify",
         "verify",

@@ -104,7 +104,7 @@ REASONS: dict[tuple[str, str], str] = {
     ): _WORK,
     (
         "transfer.direct_reads",
-        "await asyncio.gather(hand_over_held(), self._read_arrays(self._handler, special), *map(read_batch, b",
+        "await asyncio.gather(hand_over_held(), read_special(special), *map(read_batch, batches))",
     ): _WORK,
     (
         "transfer.executor",
@@ -113,7 +113,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.direct_reads", "jax.block_until_ready(arrays_here)"): "in a thread that has a limit",
     ("transfer.direct_reads", "await deserialize(handler, infos, args)"): _WORK,
     ("transfer.assembly", "self._lock"): "in a thread that has a limit",
-    ("transfer.direct_reads", "turn"): _WORK,
+    ("transfer.direct_reads", "few"): _WORK,
     ("transfer.host_reads", "self._compiler.join()"): _AHEAD,
     ("transfer.host_reads", "self._to_compile.get()"): "the thread that reads puts an end into it, also if it fails",
     ("transfer.host_reads", "loop.run_until_complete(task)"): _AHEAD,
@@ -159,6 +159,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.reads", "await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)"): _WORK,
     ("transfer.reads", "await self._asked.wait()"): "ends with what it stands beside",
     ("transfer.reads", "task.result()"): _ENDED,
+    ("transfer.reads", "self.direct.result()"): _ENDED,
     (
         "transfer.relays",
         "jax.block_until_ready([list(output.values()) for output in received])",

@@ -46,6 +46,7 @@ class Progress:
     waiting: float  # seconds since it has begun: the end of the first exchange may take as long again
     storage: float  # bytes per second that it reads
     fabric: float  # bytes per second that it receives in exchanges; 0 before the first one has ended
+    unused: int = 0  # bytes of shares that it has read in this restore and that do not travel yet
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -80,7 +81,7 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
     It moves only if no process has anything to read, and no further than that the groups that are read directly double:
     so little experience decides little.
     """
-    if not all(one.idle and one.direct == len(groups) - ends.back for one in progress):
+    if not everything_is_read(groups, ends, progress):
         return ends.back
     untouched = max(ends.front, *(one.begun for one in progress))
     least = max(untouched, ends.back - max(1, len(groups) - ends.back))
@@ -93,10 +94,19 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
     return ends.front if seconds_direct(groups, ends, progress) < waiting else ends.back
 
 
-def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress]) -> int:
+def everything_is_read(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> bool:
+    """Returns whether all processes have read what they may read, and could read all groups from the back."""
+    return all(one.idle and one.direct == len(groups) - ends.back for one in progress)
+
+
+def best_boundary(
+    groups: Sequence[GroupBytes], ends: Ends, untouched: int, progress: Sequence[Progress], others: int = 0
+) -> int:
     """Returns the boundary with which the rest of the restore is expected to take least.
 
-    That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges.
+    `others` are bytes that storage has to read besides: of leaves that never travel.
+    That is one at `untouched` or later: nobody has read shares of those groups. Or it is the front: no more exchanges,
+    if nobody has read more than a group for them.
     """
     storage = min(one.storage for one in progress)
     fabric = min(one.fabric for one in progress)
@@ -105,10 +115,14 @@ def best_boundary(groups: Sequence[GroupBytes], ends: Ends, untouched: int, prog
         shares = sum(group.share for group in groups[untouched:back])
         direct = sum(group.direct for group in groups[back : ends.back])
         links = sum(group.link for group in groups[ends.front : back])
-        return max((shares + direct) / storage, links / fabric)
+        return max((others + shares + direct) / storage, links / fabric)
 
     best = min(range(ends.back, untouched - 1, -1), key=seconds)
-    return ends.front if seconds_direct(groups, ends, progress) < seconds(best) else best
+    one_group = max((group.direct for group in groups), default=0)
+    if max(one.unused for one in progress) > one_group:
+        return best
+    only_reads = others / storage + seconds_direct(groups, ends, progress)
+    return ends.front if only_reads < seconds(best) else best
 
 
 def seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:

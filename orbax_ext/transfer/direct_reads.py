@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +27,14 @@ from orbax_ext.upstream.stored_arrays import deserialize
 
 _BATCH = 16 << 20  # bytes per device that are read directly before they are handed over in one go
 _BATCHES = 4  # read at a time
+
+# What the reading of some leaves waits for before it begins, and what is done when they are read.
+Turn = Callable[[Sequence[int]], contextlib.AbstractAsyncContextManager[Any]]
+
+
+def at_once(leaves: Sequence[int]) -> contextlib.AbstractAsyncContextManager[Any]:
+    """Waits for nothing."""
+    return contextlib.nullcontext()
 
 
 class NoteThroughOrbax:
@@ -60,7 +70,9 @@ class DirectReads:
         # Thousands of leaves share a sharding.
         self._own_sharding = functools.cache(lambda sharding: mesh_lib.replica_sharding(sharding, sharding.mesh))
 
-    async def read(self, leaves: Collection[int], held: Mapping[int, HostBlocks]) -> dict[int, jax.Array]:
+    async def read(
+        self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once
+    ) -> dict[int, jax.Array]:
         """Reads all that this process holds of some leaves, except those whose blocks are `held`."""
         others = [leaf for leaf in leaves if leaf not in held]
         simple = [leaf for leaf in others if not self._leaves.request(leaf).leaf.direct_because]
@@ -68,21 +80,24 @@ class DirectReads:
         frugal = any(is_releasing(self._leaves.request(leaf).arg) for leaf in simple)
         size, at_a_time = (_BATCH // 8, 1) if frugal else (_BATCH, _BATCHES)
         batches = _batches(simple, [leaf.block_bytes for leaf in self._leaves.leaves], size)
-        turn = asyncio.Semaphore(at_a_time)
+        few = asyncio.Semaphore(at_a_time)
 
         async def read_batch(batch: Sequence[int]) -> dict[int, jax.Array]:
-            async with turn:
+            async with few, turn(batch):
                 return await self.read_own(batch)
 
+        async def read_special(special: Sequence[int]) -> dict[int, jax.Array]:
+            async with turn(special):
+                self._note_through_orbax(special)
+                self._release(special)
+                return await self._read_arrays(self._handler, special)
+
         async def hand_over_held() -> dict[int, jax.Array]:
+            self._release(held)
             return await run_in_thread(lambda: self._assembly.completed_by({**held}), self._limit) if held else {}
 
         special = sorted({*others} - {*simple})
-        self._note_through_orbax(special)
-        self._release([*held, *special])
-        results = await asyncio.gather(
-            hand_over_held(), self._read_arrays(self._handler, special), *map(read_batch, batches)
-        )
+        results = await asyncio.gather(hand_over_held(), read_special(special), *map(read_batch, batches))
         return {leaf: array for arrays in results for leaf, array in arrays.items()}
 
     async def read_own(self, leaves: Sequence[int]) -> dict[int, jax.Array]:

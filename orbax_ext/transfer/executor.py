@@ -21,7 +21,7 @@ from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
 from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
-from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax
+from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax, Turn, at_once
 from orbax_ext.transfer.programs import run_in_thread, start_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import release
@@ -112,18 +112,20 @@ class Executor:
         """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete."""
         return await self._direct.read_own(group.leaves)
 
-    async def read_direct(self, leaves: Collection[int], held: Mapping[int, HostBlocks]) -> dict[int, jax.Array]:
+    async def read_direct(
+        self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once
+    ) -> dict[int, jax.Array]:
         """Reads all that this process holds of some leaves, except those whose blocks are `held`."""
-        return await self._direct.read(leaves, held)
+        return await self._direct.read(leaves, held, turn)
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
         items = self.reads(group)
         return sum(math.prod(i.block.shape) * i.leaf.itemsize * len(i.sharding.addressable_devices) for i in items)
 
-    def whole_bytes(self, group: Group) -> int:
-        """Returns the bytes that this process reads of a group that is read directly."""
-        return Loads(self._leaves.leaves, self._meshes, jax.process_count()).held(group.leaves, jax.process_index())
+    def whole_bytes(self, leaves: Sequence[int]) -> int:
+        """Returns the bytes that this process reads of leaves that are read directly."""
+        return Loads(self._leaves.leaves, self._meshes, jax.process_count()).held(leaves, jax.process_index())
 
     def extend(self, leaves: Sequence[Leaf]) -> None:
         """Takes slices that were added to the plan."""

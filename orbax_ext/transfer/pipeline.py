@@ -13,7 +13,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext.meeting.protocol import TOOK
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan
-from orbax_ext.plan.boundary import Progress, bytes_of_groups, next_boundary, seconds_direct
+from orbax_ext.plan.boundary import Progress, bytes_of_groups, everything_is_read, next_boundary, seconds_direct
 from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
@@ -61,7 +61,7 @@ class Pipeline:
             self._executor,
             self.course,
             recorder,
-            self._rates.storage_busy,
+            self._rates,
             boundary_moves=self.boundary_moves,
             reason=self._take_overs.reason,
             held=self._held,
@@ -69,10 +69,10 @@ class Pipeline:
         )
         self.ask = self._reads.ask  # the others do not want to wait any longer for what this process reads
         self._compiling = Compiling(self._executor, self.course, recorder, may_be_needless=self.boundary_moves)
-        self._patience: float | None = None  # seconds for compiling, after which it is better to read all directly
+        self._patience: float | None = None  # seconds for compiling, after which all meet again if they read nothing
         self._connected: set[tuple[int, tuple[str, ...]]] = set()
         self._began = self._began_phase = time.monotonic()
-        self._read_at_meeting = (0, 0)  # `Reads.so_far` at the last meeting
+        self._read_at_meeting = (0, 0, False)  # `Reads.so_far` at the last meeting
         self._at_work = False  # not at a meeting, where all have just told what they have begun to read
         self._exchanges = Exchanges(
             self._executor, recorder, self._rates, begun=self._begin_more_reads, arrived=self._arrived
@@ -169,10 +169,11 @@ class Pipeline:
             begun=max(shares.begun, self._held.groups),
             direct=reads.back.done,
             ready=all(task.done() for task in self._prepared),
-            idle=shares.idle and reads.back.idle,
+            idle=reads.idle,
             waiting=time.monotonic() - self._began,
-            storage=self._rates.storage(self._held.others(shares.groups_done), reads.back.done),
+            storage=self._rates.storage,
             fabric=self._rates.fabric,
+            unused=reads.unused,
         )
         return {**told, **progress.to_json()}
 
@@ -196,6 +197,7 @@ class Pipeline:
             if not self._reads.share.done() or self._reads.share.exception() is not None:
                 self._reads.shares.drop_stuck(front)
         self._take_overs.alone = False
+        self._patience = None
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
             self._move_boundary([*progress.values()])
@@ -243,21 +245,21 @@ class Pipeline:
     def _move_boundary(self, progress: Sequence[Progress]) -> None:
         ends = self.course.ends
         boundary = next_boundary(self._bytes, ends, progress)
-        self._patience = None
         if boundary == ends.back:
             if not self._exchanges.started and not all(one.ready for one in progress):
-                self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+                if everything_is_read(self._bytes, ends, progress):
+                    self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+                else:  # somebody still reads, or could not: nobody knows when to meet, so there are few meetings
+                    self._patience = 0.1 + 2 * max(one.waiting for one in progress)
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
-            read = self._held.others(self._reads.shares.groups_done)
-            unused = [self.course.group(place) for place in read if place >= ends.front]
-            self._recorder.unused(sum(map(self._executor.share_bytes, unused)))
+            self._recorder.unused(self._reads.unused)
             self._reads.shares.give_up(ends.front)
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()
 
     async def _patience_ends(self, until: float) -> None:
-        """Waits until all is read that may be read, and until a time: then the others may as well read all directly."""
+        """Waits until all is read that may be read, and until a time: it may be better not to wait for programs."""
         await self._reads.everything_read(None, strict=self._strict)
         await asyncio.sleep(max(0.0, until - time.monotonic()))
 

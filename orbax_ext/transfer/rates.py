@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from orbax_ext.plan.boundary import GroupBytes
 
@@ -82,6 +82,7 @@ class LinkRates:
         self.storage_busy = Stopwatch()
         self.fabric_busy = Stopwatch()
         self._groups = groups
+        self.bytes_read = 0.0
         self._storage = LatestRate()
         self._fabric = LatestRate()
 
@@ -89,12 +90,24 @@ class LinkRates:
     def fabric(self) -> float:
         return self._fabric.latest
 
-    def storage(self, shares: Iterable[int], direct: int) -> float:
-        """Returns the rate, given the groups whose share was read, and how many from the back were read directly."""
-        back = self._groups[len(self._groups) - direct :]
-        read = sum(self._groups[group].share for group in shares) + sum(group.direct for group in back)
-        self._storage.add(read, self.storage_busy.seconds)
+    @property
+    def storage(self) -> float:
+        self._storage.add(self.bytes_read, self.storage_busy.seconds)
         return max(1.0, self._storage.latest)
+
+    def share_read(self, place: int, part: float) -> None:
+        """Takes note that the share of a group was read; `part` of what the plan asked for, if it was dealt again."""
+        if self._groups:
+            self.bytes_read += part * self._groups[place].share
+
+    def group_read(self, place: int) -> None:
+        """Takes note that a group was read directly."""
+        if self._groups:
+            self.bytes_read += self._groups[place].direct
+
+    def leaves_read(self, count: int) -> None:
+        """Takes note of the bytes of leaves that never travel."""
+        self.bytes_read += count
 
     def half_of_exchange(self, place: int) -> float | None:
         """Returns half of the seconds that an exchange is expected to take; None before the first one has ended."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from orbax_ext.plan import Group
 from orbax_ext.plan.boundary import shares_ahead
 from orbax_ext.plan.course import Course
 from orbax_ext.plan.memory import AHEAD
@@ -16,7 +18,7 @@ from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import HeldBlocks
 from orbax_ext.transfer.own_reads import OwnReads
-from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.rates import LinkRates
 from orbax_ext.transfer.read_ahead import BackReads, abandon
 
 
@@ -28,7 +30,7 @@ class Reads:
         executor: Executor,
         course: Course,
         recorder: Recorder,
-        busy: Stopwatch,
+        rates: LinkRates,
         *,
         boundary_moves: bool,
         reason: Callable[[int], str],
@@ -37,18 +39,18 @@ class Reads:
     ) -> None:
         """Makes reads that have not begun.
 
-        `boundary_moves`: groups may be read directly after all. `busy` runs while something is being read, `reason`
-        says why a group is read, where that is unusual, `held` is what was read before, and `arrived` is called with
-        arrays that are complete.
+        `boundary_moves`: groups may be read directly after all. `rates` takes note of what is read, `reason` says why
+        a group is read, where that is unusual, `held` is what was read before, and `arrived` is called with arrays that
+        are complete.
         """
-        self.shares = OwnReads(self._read_share, AHEAD[course.plan.strategy], busy)
-        self.back = BackReads(self._read_directly, self.shares.until_idle, busy)
+        self.shares = OwnReads(self._read_share, AHEAD[course.plan.strategy], rates.storage_busy)
+        self.back = BackReads(self._read_directly, self.shares.until_idle, rates.storage_busy)
         self.direct: asyncio.Future[dict[int, jax.Array]] | None = None
         self._executor = executor
         self._course = course
         self._boundary_moves = boundary_moves
         self._recorder = recorder
-        self._busy = busy
+        self._rates = rates
         self._reason = reason
         self._held = held
         self._arrived = arrived
@@ -72,9 +74,20 @@ class Reads:
         return max(self.shares.upto, self._held.groups)
 
     @property
-    def so_far(self) -> tuple[int, int]:
-        """How many groups are read from the front and from the back."""
-        return len(self.shares.groups_done), self.back.done
+    def so_far(self) -> tuple[int, int, bool]:
+        """How many groups are read from the front and from the back, and whether the leaves are that never travel."""
+        return len(self.shares.groups_done), self.back.done, self._direct_has_ended
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is read that may be read."""
+        return self.shares.idle and self.back.idle and self._direct_has_ended
+
+    @property
+    def unused(self) -> int:
+        """The bytes of shares that were read in this restore and do not travel yet."""
+        places = [place for place in self.shares.groups_done if place >= self._course.ends.front]
+        return sum(self._executor.share_bytes(self._course.group(place)) for place in self._held.others(places))
 
     def begin(self, waiting: int = 0) -> None:
         """Begins to read the shares that may be read.
@@ -85,15 +98,17 @@ class Reads:
         if self._boundary_moves:
             ahead = shares_ahead(ahead, self._course.replicas, ends)
         self.shares.begin(ends.front + 1 + max(0, ahead - waiting), ends.back)
-        self._begin_direct_after_groups()
+        self.begin_direct()
 
     def begin_direct(self) -> None:
-        """Begins to read leaves that never travel."""
+        """Begins to read leaves that never travel, whenever there are no shares to read."""
 
         async def read() -> dict[int, jax.Array]:
-            with self._busy, self._recorder.span("read"):
+            await self.shares.until_idle()
+            with self._rates.storage_busy, self._recorder.span("read"):
                 leaves = list(self._course.plan.direct)
-                arrays = await self._executor.read_direct(leaves, await self._held.take_direct(leaves))
+                held = await self._held.take_direct(leaves)
+                arrays = await self._executor.read_direct(leaves, held, self._while_no_shares_are_read)
             self._arrived(arrays)
             return arrays
 
@@ -133,10 +148,12 @@ class Reads:
             for task in tasks:
                 abandon(task)
 
-    async def everything_read(self, before: tuple[int, int] | None, *, strict: bool) -> None:
+    async def everything_read(self, before: tuple[int, int, bool] | None, *, strict: bool) -> None:
         """Waits until all is read that may be read; for ever if that is not more than there was `before`."""
-        while not (self.shares.idle and self.back.idle):
+        while not self.idle:
             under_way: list[asyncio.Future[Any]] = [*self.shares.under_way, *self.back.under_way]
+            if self.direct is not None and not self.direct.done():
+                under_way.append(self.direct)
             if under_way:
                 await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
             else:  # one has just ended, and the next one is about to begin
@@ -144,6 +161,8 @@ class Reads:
             if strict:
                 self.shares.raise_errors()
                 self.back.raise_errors()
+        if self.direct is not None and self.direct.done():
+            self.direct.result()  # nobody takes these leaves over
         if self.so_far == before:
             await asyncio.Event().wait()
 
@@ -163,7 +182,6 @@ class Reads:
                 return
 
     async def _read_share(self, place: int) -> list[DeviceBlocks]:
-        self._begin_direct_after_groups()
         group, number = self._course.group(place), self._course.order[place]
         with self._recorder.span("read", group=number, note=self._reason(number)):
             as_planned = group == self._course.as_planned(number)
@@ -172,18 +190,31 @@ class Reads:
         size = self._executor.share_bytes(group)
         if size:
             self.shares.advanced()
+        if self._held.others([place]):
+            self._rates.share_read(place, self._part_of_plan(group, number))
         if self._reason(number):
             self._recorder.again(size)
         return contributions
 
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
         group = self._course.as_planned(number)
-        with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group)):
+        with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group.leaves)):
             arrays = await self._executor.read_whole(group)
+        self._rates.group_read(self._course.order.index(number))
         self._arrived(arrays)
         return arrays
 
-    def _begin_direct_after_groups(self) -> None:
-        """Begins to read leaves that never travel once the last group is being read: then storage has room for them."""
-        if self.shares.begun >= self._course.ends.back:
-            self.begin_direct()
+    def _part_of_plan(self, group: Group, number: int) -> float:
+        """Returns how much a share has of what the plan asked for: other than 1 if it was dealt again."""
+        planned = self._executor.share_bytes(self._course.as_planned(number))
+        return self._executor.share_bytes(group) / planned if planned else 1.0
+
+    @contextlib.asynccontextmanager
+    async def _while_no_shares_are_read(self, leaves: Sequence[int]) -> AsyncIterator[None]:
+        await self.shares.until_idle()
+        yield
+        self._rates.leaves_read(self._executor.whole_bytes(leaves))
+
+    @property
+    def _direct_has_ended(self) -> bool:
+        return self.direct is not None and self.direct.done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 
@@ -32,8 +33,10 @@ class Process:
 
     storage: float  # bytes per second
     compiled: float  # when its programs are
+    turns: float = math.inf  # when the rate falls to a tenth
     shares: list[float] = dataclasses.field(default_factory=list)  # when the reading of each ends
-    back: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when it begins and ends
+    sizes: list[int] = dataclasses.field(default_factory=list)  # of the groups from the back
+    back: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when each begins and ends
 
     @property
     def free(self) -> float:
@@ -42,26 +45,38 @@ class Process:
 
     def read(self, now: float, shares: Sequence[int] = (), back: Sequence[int] = ()) -> None:
         """Adds reads, of these sizes, to those that are under way or wait."""
+        self.sizes += back
         begun = [(start, end) for start, end in self.back if start < now]
-        waiting = [end - start for start, end in self.back[len(begun) :]]
         self.back = begun
         for size in shares:
-            self.shares.append(max(now, self.free) + size / self.storage)
-        for seconds in [*waiting, *(size / self.storage for size in back)]:
+            self.shares.append(self.end(max(now, self.free), size))
+        for size in self.sizes[len(begun) :]:
             start = max(now, self.free)
-            self.back.append((start, start + seconds))
+            self.back.append((start, self.end(start, size)))
 
-    def progress(self, ends: Ends, now: float, exchange_ends: float, fabric: float) -> Progress:
+    def end(self, start: float, size: int) -> float:
+        """Returns when the reading of so many bytes ends."""
+        end = start + size / self.storage
+        return end if end <= self.turns else end + 9 * (end - max(start, self.turns))
+
+    def progress(self, groups: Sequence[GroupBytes], ends: Ends, now: float, ready: bool, fabric: float) -> Progress:
         direct = sum(end <= now for _, end in self.back)
-        ready = now >= max(self.compiled, exchange_ends, self.shares[ends.front])
-        return Progress(len(self.shares), direct, ready, self.free <= now, now, self.storage, fabric)
+        ready = ready and now >= max(self.compiled, self.shares[ends.front])
+        storage = self.storage if now <= self.turns else self.storage / 10
+        unused = sum(group.share for group in groups[ends.front : len(self.shares)])
+        return Progress(len(self.shares), direct, ready, self.free <= now, now, storage, fabric, unused)
 
 
 def restore(
-    groups: list[GroupBytes], storage: list[float], fabric: float, compiling: float = 0.3, connecting: float = 0.1
+    groups: list[GroupBytes],
+    storage: list[float],
+    fabric: float,
+    compiling: float = 0.3,
+    connecting: float = 0.1,
+    turns: float = math.inf,
 ) -> tuple[float, list[str], int]:
     """Returns the seconds of a restore, how each group was restored, and the number of meetings."""
-    processes = [Process(rate, compiling) for rate in storage]
+    processes = [Process(rate, compiling, turns) for rate in storage]
     ends, exchange_ends, now, received, exchanging, rate, meetings = Ends(0, len(groups)), 0.0, 0.0, 0, 0.0, 0.0, 0
     done = [""] * len(groups)
     told: list[tuple[int, int]] = [(0, 0)] * len(processes)
@@ -79,9 +94,12 @@ def restore(
         meetings += 1
         if exchange_ends <= now:
             rate = received / exchanging if exchanging else 0.0
-        progress = [process.progress(ends, now, exchange_ends, rate) for process in processes]
+        progress = [process.progress(groups, ends, now, exchange_ends <= now, rate) for process in processes]
         boundary = next_boundary(groups, ends, progress)
         assert ends.front <= boundary <= ends.back
+        assert boundary == next_boundary(groups, ends, progress[::-1])  # in whichever order they are told
+        if boundary == ends.front:
+            assert max(one.unused for one in progress) <= max(group.direct for group in groups)
         for number in range(ends.back - 1, boundary - 1, -1):
             assert done[number] == ""
             done[number] = "direct"
@@ -107,7 +125,7 @@ def restore(
     ("share", "direct", "link", "most"),
     [
         (0.25, 1.0, 0.01, 4.5),  # slow storage: spread takes 4.0 s, direct reads 16
-        (0.25, 1.0, 0.75, 10.0),  # alike: 12 and 16 s, and a mixture is best
+        (0.25, 1.0, 0.75, 9.5),  # alike: 12 and 16 s, and a mixture is best
         (0.05, 0.2, 1.0, 3.9),  # storage five times as fast as the fabric: 16 and 3.2 s
         (0.005, 0.02, 0.5, 0.6),  # page cache: direct reads take 0.32 s, which is when programs are compiled
     ],
@@ -121,6 +139,25 @@ def test_a_restore_takes_about_as_long_as_the_best_mixture(
     seconds, done, _ = restore(groups, [float(unit)] * 4, float(unit))
     assert set(done) <= {"direct", "exchanged"}
     assert seconds <= most
+
+
+@pytest.mark.parametrize(("compiling", "most"), [(0.0, (4.1, 9.5, 3.2)), (2.0, (5.6, 9.8, 3.6))])
+def test_a_restore_takes_about_as_long_however_long_compiling_takes(
+    compiling: float, most: tuple[float, float, float]
+) -> None:
+    loads = [GroupBytes(250, 1000, 10), GroupBytes(250, 1000, 750), GroupBytes(50, 200, 1000)]
+    for load, limit in zip(loads, most, strict=True):
+        seconds, _, _ = restore([load] * 16, [1000.0] * 4, 1000.0, compiling)
+        assert seconds <= limit
+
+
+@pytest.mark.parametrize("turns", [0.5, 1.0, 2.0])
+def test_the_boundary_follows_if_storage_becomes_slow(turns: float) -> None:
+    groups = [GroupBytes(50, 200, 1000)] * 16  # storage five times as fast as the fabric
+    seconds, done, _ = restore(groups, [1000.0] * 4, 1000.0, turns=turns)
+    only_exchanges, only_reads = 16.4, turns + 10 * (3.2 - turns)
+    assert seconds < min(only_exchanges, only_reads)
+    assert done.count("exchanged") >= 2
 
 
 def test_a_simulated_process_reads_shares_before_groups_from_the_back() -> None:
@@ -188,6 +225,12 @@ def test_groups_of_which_somebody_has_read_a_share_are_not_moved_one_by_one() ->
     ahead = [dataclasses.replace(IDLE, ready=False, begun=begun, waiting=0.0, fabric=0.0) for begun in (3, 5)]
     assert next_boundary([GROUP] * 6, Ends(0, 6), ahead) == 5
     assert next_boundary([GROUP] * 6, Ends(0, 5), [dataclasses.replace(one, direct=1) for one in ahead]) == 5
+
+
+@pytest.mark.parametrize(("unused", "boundary"), [(100, 0), (150, 3)], ids=["one group", "more"])
+def test_no_more_than_one_group_is_read_for_nothing(unused: int, boundary: int) -> None:
+    slow_fabric = dataclasses.replace(IDLE, fabric=0.01, direct=1, unused=unused)  # shares of three groups are read
+    assert next_boundary([GROUP] * 4, Ends(0, 3), [slow_fabric] * 2) == boundary
 
 
 def test_progress_survives_the_wire() -> None:

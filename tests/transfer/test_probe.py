@@ -11,7 +11,7 @@ from orbax_ext.plan import Group
 from orbax_ext.plan.course import Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.storage import counters
-from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.rates import LinkRates
 from orbax_ext.transfer.reads import Reads
 from tests.support.courses import make_course
 
@@ -48,7 +48,7 @@ def test_the_next_replica_is_compared_once_with_a_reader_that_has_read_for_long(
             executor,  # type: ignore[arg-type]
             course,
             recorder,
-            Stopwatch(),
+            LinkRates([]),
             boundary_moves=False,
             reason=lambda number: "",
             held=held,  # type: ignore[arg-type]

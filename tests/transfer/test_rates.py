@@ -63,7 +63,10 @@ def test_rates_of_links_count_the_bytes_of_the_plan(monkeypatch: pytest.MonkeyPa
     assert rates.fabric == 0.0
     with rates.storage_busy, rates.fabric_busy:
         now[0] = 2.0
-    assert rates.storage([0, 1], 1) == 30.0
+    for place in (0, 1):
+        rates.share_read(place, 1.0)
+    rates.group_read(3)
+    assert rates.storage == 30.0
     rates.exchanged(2)
     assert rates.fabric == 30.0
     assert rates.half_of_exchange(2) == 0.5

@@ -30,6 +30,10 @@ class Storage:
         self.there[number].set_result(10 * number)
         await settle()
 
+    async def is_asked_for(self, count: int) -> None:
+        while len(self.asked) < count:  # the test has a limit
+            await asyncio.sleep(0.01)
+
 
 async def settle() -> None:
     for _ in range(5):
@@ -79,7 +83,7 @@ def test_two_groups_are_read_at_a_time_half_a_group_apart() -> None:
         assert storage.asked == [0]  # if the next one were begun, too, the first would come late
         await storage.arrive(0)
         assert storage.asked == [0, 1]  # storage is not idle
-        await asyncio.sleep(0.2)
+        await storage.is_asked_for(3)
         assert storage.asked == [0, 1, 2]
         await storage.arrive(1)
         assert storage.asked == [0, 1, 2, 3]
@@ -95,7 +99,7 @@ def test_groups_that_are_given_up_are_not_waited_for() -> None:
         reading.begin(3, 3)
         await settle()
         await storage.arrive(0)
-        await asyncio.sleep(0.1)
+        await storage.is_asked_for(3)
         assert storage.asked == [0, 1, 2]
         reading.give_up(1)
         await settle()

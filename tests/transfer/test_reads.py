@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Group, Leaf, MeshInfo
-from orbax_ext.plan.course import Course
+from orbax_ext.plan.boundary import GroupBytes
+from orbax_ext.plan.course import Course, Share
 from orbax_ext.plan.planner import make_plan
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import HeldBlocks
-from orbax_ext.transfer.rates import Stopwatch
+from orbax_ext.transfer.rates import LinkRates
 from orbax_ext.transfer.reads import Reads
 
 pytestmark = pytest.mark.once
@@ -29,6 +31,7 @@ class Storage:
     def __init__(self) -> None:
         self.shares: list[asyncio.Future[list[Any]]] = []
         self.back: list[asyncio.Future[dict[int, Any]]] = []
+        self.direct: list[asyncio.Future[None]] = []
 
     async def read(self, group: Group, held: object) -> list[Any]:
         self.shares.append(asyncio.get_running_loop().create_future())
@@ -38,27 +41,45 @@ class Storage:
         self.back.append(asyncio.get_running_loop().create_future())
         return await self.back[-1]
 
+    async def read_direct(
+        self,
+        leaves: Sequence[int],
+        held: object,
+        turn: Callable[[Sequence[int]], contextlib.AbstractAsyncContextManager[None]],
+    ) -> dict[int, Any]:
+        for leaf in leaves:
+            async with turn([leaf]):
+                self.direct.append(asyncio.get_running_loop().create_future())
+                await self.direct[-1]
+        return {}
+
     def share_bytes(self, group: Group) -> int:
         return 1
 
-    def whole_bytes(self, group: Group) -> int:
-        return 1
+    def whole_bytes(self, leaves: Sequence[int]) -> int:
+        return 7
 
 
-def make_reads(storage: Storage, replicas: int, *, boundary_moves: bool = True) -> tuple[Reads, Course]:
-    """Returns the reads of eight groups."""
+GROUP = GroupBytes(share=10, direct=40, link=30)
+
+
+def make_reads(
+    storage: Storage, replicas: int, *, boundary_moves: bool = True, never: int = 0, rates: LinkRates | None = None
+) -> tuple[Reads, Course]:
+    """Returns the reads of eight groups, and of so many leaves that never travel."""
     mesh = MeshInfo(("dp", "tp"), (replicas, 2), tuple(number // 2 for number in range(2 * replicas)))
     leaves = [
         Leaf(f"{n}", (1024, 512), "float32", 4, (512, 512), 0, (("tp",), ()), (32, 512), divisible=True)
         for n in range(8)
     ]
+    leaves += [Leaf(f"never {n}", (64, 64), "float32", 4, (8, 64), 0, (("dp", "tp"), ())) for n in range(never)]
     plan = make_plan(leaves, [mesh], Options(), processes=replicas, group_bytes=MIB)
     course = Course(plan, [mesh])
     reads = Reads(
         cast(Executor, storage),
         course,
         Recorder(),
-        Stopwatch(),
+        rates or LinkRates([GROUP] * 8),
         boundary_moves=boundary_moves,
         reason=lambda number: "",
         held=HeldBlocks(None, ()),
@@ -125,6 +146,89 @@ def test_no_more_than_one_group_is_read_in_shares_before_an_exchange_has_ended(
             counts.append(len(storage.shares))
             course.next()  # the exchange before it has ended
         assert counts == shares
+        reads.give_up()
+
+    run(case)
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["auto", "all is exchanged"])
+def test_leaves_that_never_travel_are_read_whenever_there_are_no_shares_to_read(moves: bool) -> None:
+    async def case() -> None:
+        storage = Storage()
+        reads, course = make_reads(storage, replicas=4, boundary_moves=moves, never=2)
+        reads.begin()
+        await settle()
+        assert (len(storage.shares), len(storage.direct)) == (1, 0)
+        await read_shares(storage)
+        assert (len(storage.shares), len(storage.direct)) == (3, 1)
+        assert reads.shares.idle
+        assert [reads.idle] == [False]  # so the boundary does not move yet
+        course.next()  # an exchange begins: one more share may be read
+        reads.begin()
+        await settle()
+        storage.direct[0].set_result(None)
+        await settle()
+        assert (len(storage.shares), len(storage.direct)) == (4, 1)
+        await read_shares(storage)
+        assert len(storage.direct) == 2
+        storage.direct[1].set_result(None)
+        await reads.everything_read(None, strict=False)
+        assert [reads.idle] == [True]
+        reads.give_up()
+
+    run(case)
+
+
+def test_a_leaf_that_never_travels_and_cannot_be_read_is_told_at_once() -> None:
+    async def case() -> None:
+        storage = Storage()
+        reads, _ = make_reads(storage, replicas=4, never=1)
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        storage.direct[0].set_exception(OSError("no such disk"))
+        with pytest.raises(OSError, match="no such disk"):
+            await reads.everything_read(None, strict=False)
+        reads.give_up()
+
+    run(case)
+
+
+def test_all_that_is_read_counts_for_the_rate() -> None:
+    async def case() -> None:
+        storage, rates = Storage(), LinkRates([GROUP] * 8)
+        reads, course = make_reads(storage, replicas=4, never=1, rates=rates)
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        assert rates.bytes_read == 3 * 10
+        assert reads.unused == 3
+        storage.direct[0].set_result(None)
+        await settle()
+        assert rates.bytes_read == 3 * 10 + 7
+        reads.back.begin(course.move_boundary(7))
+        await settle()
+        storage.back[0].set_result({})
+        await settle()
+        assert rates.bytes_read == 3 * 10 + 7 + 40
+        reads.give_up()
+
+    run(case)
+
+
+def test_a_share_counts_for_the_rate_as_far_as_it_is_read_after_groups_were_dealt_again() -> None:
+    async def case() -> None:
+        storage, rates = Storage(), LinkRates([GROUP] * 8)
+        reads, course = make_reads(storage, replicas=4, rates=rates)
+        course.deal({process: Share(0, 1e6 if process else 1e5, long=True) for process in range(4)})
+        dealt, planned = course.group(1), course.as_planned(1)
+        assert dealt != planned
+        sizes = {planned: 100, dealt: 20}
+        storage.share_bytes = lambda group: sizes.get(group, 100)  # type: ignore[method-assign]
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        assert rates.bytes_read == 10 + 2 + 10
         reads.give_up()
 
     run(case)

@@ -66,7 +66,9 @@ def _divided(plan: RestorePlan, mesh: MeshInfo, processes: int, rates: cost.Rate
     groups = bytes_of_groups(plan, [mesh], processes)
     storage = min(rates.storage, rates.storage_total / processes)
     steady = Progress(0, 0, ready=True, idle=True, waiting=cost.START, storage=storage, fabric=rates.fabric)
-    return plan.divided(range(best_boundary(groups, Ends(0, len(groups)), 0, [steady]), len(groups)))
+    others = volumes.Loads(plan.leaves, [mesh], processes).direct(plan.direct).read
+    boundary = best_boundary(groups, Ends(0, len(groups)), 0, [steady], others)
+    return plan.divided(range(boundary, len(groups)))
 
 
 def _seconds(plan: RestorePlan, counted: Volumes, mesh: MeshInfo, processes: int, rates: cost.Rates) -> float:

@@ -50,3 +50,15 @@ def test_auto_does_some_of_both_where_storage_and_fabric_are_alike() -> None:
     assert spread.volumes.total_read < auto.volumes.total_read < direct.volumes.total_read
     assert direct.volumes.total_received < auto.volumes.total_received < spread.volumes.total_received
     assert auto.seconds < min(spread.seconds, direct.seconds)
+
+
+def test_auto_reads_fewer_groups_directly_the_more_storage_has_to_read_besides() -> None:
+    mesh = forecast.mesh_on((("dp", 8), ("tp", 4)), 8)
+    travelling = "w.{0..31} bfloat16 8192x8192 P(None,tp) 1024x2048"
+    moments = "m.{0..31} bfloat16 8192x8192 P(dp,tp) 1024x2048"  # sharded over all devices
+    exchanged = []
+    for shapes in (travelling, f"{travelling}\n{moments}"):
+        leaves, _ = described.place(described.parse_shapes(shapes), mesh, [])
+        auto = forecast.forecast(leaves, mesh, 8, Rates(1e9, 1e9), 10**10, "auto")
+        exchanged.append(len(auto.plan.sources(auto.plan.groups)))
+    assert exchanged[0] < exchanged[1]
