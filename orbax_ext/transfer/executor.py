@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
@@ -118,8 +117,7 @@ class Executor:
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
-        items = self.reads(group)
-        return sum(math.prod(i.block.shape) * i.leaf.itemsize * len(i.sharding.addressable_devices) for i in items)
+        return sum(carrier.share_bytes for carrier in self._carriers(group))
 
     def whole_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that is read directly."""

@@ -7,11 +7,13 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import type_handlers
 
-from orbax_ext.plan import Group
-from orbax_ext.request import Request
+from orbax_ext.plan import Group, Leaf
+from orbax_ext.plan.bundles import make_pack
+from orbax_ext.request import LeafRequest, Request
+from orbax_ext.transfer import packing
 from orbax_ext.transfer.executor import Executor
 
 pytestmark = pytest.mark.once
@@ -44,3 +46,16 @@ def test_exchanges_are_kept_for_a_whole_restore_however_many_there_are() -> None
             asyncio.run(executor.connect(groups))
 
     assert [exchange.connected for exchange in made] == [2] * len(AXES)
+
+
+def test_the_bytes_of_a_share_are_counted_without_memory_for_it() -> None:
+    devices = jax.devices()[:1]
+    mesh = Mesh(np.array(devices), ("dp",))
+    leaves = [Leaf(f"{number}", (1024,), "float32", 4, (1024,), 0) for number in range(5000)]
+    sharding = NamedSharding(mesh, PartitionSpec())
+    request = Request(tuple(LeafRequest(None, None, leaf, sharding) for leaf in leaves), (mesh,), ())
+    executor = Executor(type_handlers.ArrayHandler(), request, leaves, limit=10)
+    pack = make_pack((tuple(range(5000)),), {number: leaf.block_bytes for number, leaf in enumerate(leaves)})
+    with mock.patch.object(packing, "Vectors") as vectors:
+        assert executor.share_bytes(Group(0, ("dp",), (pack,), 0)) == 5000 * 4096
+    assert not vectors.called
