@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import type_handlers
 
 from orbax_ext.plan import Group, Leaf
-from orbax_ext.plan.bundles import make_pack
+from orbax_ext.plan.bundles import Sum, make_pack
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing
+from orbax_ext.transfer.collectives import exchange_among
 from orbax_ext.transfer.executor import Executor
+from tests.support import compilation_cache
 
 pytestmark = pytest.mark.once
 
@@ -59,3 +62,14 @@ def test_the_bytes_of_a_share_are_counted_without_memory_for_it() -> None:
     with mock.patch.object(packing, "Vectors") as vectors:
         assert executor.share_bytes(Group(0, ("dp",), (pack,), 0)) == 5000 * 4096
     assert not vectors.called
+
+
+def test_the_persistent_cache_of_jax_keeps_the_programs_of_a_restore(tmp_path: pathlib.Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
+    leaf = Leaf("leaf", (1234,), "float32", 4, (1234,), 0)
+    request = Request((LeafRequest(None, None, leaf, NamedSharding(mesh, PartitionSpec())),), (mesh,), ())
+    executor = Executor(type_handlers.ArrayHandler(), request, [leaf], limit=10)
+    exchange_among.cache_clear()
+    with compilation_cache.of_a_user(tmp_path):
+        executor.compile_now([Group(0, ("dp",), (Sum(0, 0),), 0)])
+    assert len(list(tmp_path.glob("*-cache"))) >= 2  # to connect, and the sum
