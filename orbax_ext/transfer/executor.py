@@ -88,9 +88,9 @@ class Executor:
         for exchange in dict.fromkeys(map(self._exchange, groups)):
             await self._in_thread(in_turn(exchange.connect, self._limit))
 
-    def reads(self, group: Group) -> list[ReadItem]:
+    def items(self, group: Group) -> list[ReadItem]:
         """Returns what this process reads for an exchange."""
-        return [item for carrier in self._carriers(group) for item in carrier.reads()]
+        return [item for carrier in self._carriers(group) for item in carrier.items()]
 
     async def read(self, group: Group, held: Mapping[int, HostBlocks] | None = None) -> list[DeviceBlocks]:
         """Reads and returns this process's contribution to an exchange, for each bundle of the group.

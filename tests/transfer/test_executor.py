@@ -51,7 +51,7 @@ def test_exchanges_are_kept_for_a_whole_restore_however_many_there_are() -> None
     assert [exchange.connected for exchange in made] == [2] * len(AXES)
 
 
-def test_the_bytes_of_a_share_are_counted_without_memory_for_it() -> None:
+def test_what_a_share_has_is_known_without_memory_for_it() -> None:
     devices = jax.devices()[:1]
     mesh = Mesh(np.array(devices), ("dp",))
     leaves = [Leaf(f"{number}", (1024,), "float32", 4, (1024,), 0) for number in range(5000)]
@@ -60,7 +60,9 @@ def test_the_bytes_of_a_share_are_counted_without_memory_for_it() -> None:
     executor = Executor(type_handlers.ArrayHandler(), request, leaves, limit=10)
     pack = make_pack((tuple(range(5000)),), {number: leaf.block_bytes for number, leaf in enumerate(leaves)})
     with mock.patch.object(packing, "Vectors") as vectors:
-        assert executor.share_bytes(Group(0, ("dp",), (pack,), 0)) == 5000 * 4096
+        group = Group(0, ("dp",), (pack,), 0)
+        assert executor.share_bytes(group) == 5000 * 4096
+        assert [item.buffers for item in executor.items(group)] == [None] * 5000  # to read ahead into host memory
     assert not vectors.called
 
 
