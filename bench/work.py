@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -21,13 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_ext
 from bench import memory, network
 from bench.scenarios import Scenario
-from bench.strategies import BASELINES, PLAIN, SINGLE_REPLICA, VERIFIED, strategy_of
+from bench.strategies import BASELINES, OTHER_CODE, PLAIN, SINGLE_REPLICA, VERIFIED, strategy_of
 from orbax_ext.lab import handlers
 from orbax_ext.options import Strategy
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 from orbax_ext.upstream.runtime import coordination_client
 
 START_LIMIT = 120  # seconds for all processes to be ready
+_REQUESTS = 128  # under way at a time: what orbax_ext sets for s3:// and gs://, which this storage stands for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,8 @@ def restore(scenario: Scenario, path: str, strategy: str, url: str, started_file
             )
             for name in abstract
         }
-    with served_from(path, url), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
+    requests = None if strategy in OTHER_CODE else _REQUESTS
+    with served_from(path, url, requests), handlers.installed(handler), ocp.CheckpointManager(path) as manager:
         # Not `sync_global_devices`: it runs a program, and the first restore of a process has to connect by itself.
         coordination_client().wait_at_barrier("bench", timeout_in_ms=START_LIMIT * 1000)
         if jax.process_index() == 0:
@@ -160,17 +163,24 @@ def received_bytes() -> int:
 
 
 @contextlib.contextmanager
-def served_from(path: str, url: str) -> Iterator[None]:
-    """Makes TensorStore read the checkpoint's arrays from the storage server instead of from the disk."""
+def served_from(path: str, url: str, requests: int | None = None) -> Iterator[None]:
+    """Makes TensorStore read the checkpoint's arrays from the storage server instead of from the disk.
+
+    `requests` may be under way at a time; by default TensorStore's own number.
+    """
     if not url:
         yield
         return
     root = os.path.realpath(pathlib.Path(path).parent) + "/"
     plain_open = ts.open
 
-    def open_over_http(spec: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.cache  # a context counts the requests of all arrays that are opened in it
+    def with_requests(parent: ts.Context | None) -> ts.Context | None:
+        return ts.Context({"http_request_concurrency": {"limit": requests}}, parent=parent) if requests else parent
+
+    def open_over_http(spec: Any, *args: Any, context: ts.Context | None = None, **kwargs: Any) -> Any:
         as_json = spec if isinstance(spec, dict) else spec.to_json()
-        return plain_open(ts.Spec(_over_http(as_json, root, url)), *args, **kwargs)
+        return plain_open(ts.Spec(_over_http(as_json, root, url)), *args, context=with_requests(context), **kwargs)
 
     ts.open = open_over_http
     try:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from orbax_ext.meeting.board import LocalClient
 from orbax_ext.meeting.session import Limits, Session
 from orbax_ext.options import Strategy
 from orbax_ext.storage import counters
+from orbax_ext.upstream.array_handler import array_context
 
 pytestmark = pytest.mark.once
 
@@ -88,3 +91,20 @@ def test_an_error_in_a_restore_onto_own_devices_does_not_wait_for_other_processe
     info = type_handlers.ParamInfo(name="x", parent_dir=epath.Path(tmp_path))
     with pytest.raises(OSError, match="no metadata here"):
         asyncio.run(handler.BroadcastArrayHandler(strategy=strategy).deserialize([info], [args]))
+
+
+def test_requests_to_a_bucket_are_limited_before_anything_is_looked_up_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def look_up(_: object, infos: Sequence[Any], __: object) -> None:
+        asked.extend(infos)
+        raise OSError("no bucket here")
+
+    monkeypatch.setattr(handler, "make_request", look_up)
+    monkeypatch.setattr(handler, "limit_silence_in", lambda *args, **kwargs: None)  # it sets variables of this process
+    info = type_handlers.ParamInfo(name="x", parent_dir=epath.Path("gs://bucket/0"), ts_context=array_context(True))
+    args = type_handlers.ArrayRestoreArgs(global_shape=(2,), dtype=np.int32)
+    with pytest.raises(OSError, match="no bucket here"):
+        asyncio.run(handler.BroadcastArrayHandler(request_concurrency=4).deserialize([info], [args]))
+    (described,) = asked
+    assert described.ts_context["gcs_request_concurrency"].to_json() == {"limit": 4}

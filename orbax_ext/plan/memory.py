@@ -10,8 +10,11 @@ _SHARE = 8  # an eighth of the state may be under way
 
 # Groups that are read beyond the next one. In spread, a process reads less of each group.
 AHEAD = {"spread": 2, "single": 1}
-_GROUPS = 4  # under way at a time: read ahead, travelling, being put in place
-_BACK_GROUPS = 2  # read directly beside them where the strategy is "auto"
+
+# Groups that are under way at a time: read ahead, travelling, being put in place. In auto two more are read directly.
+# In single a process has read two whole groups ahead, and a sum takes three times its size: XLA's CPU backend converts
+# the operand to integers, adds, and converts back.
+_GROUPS: dict[Strategy, int] = {"auto": 6, "spread": 4, "single": 5, "direct": 4}
 
 
 def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) -> int:
@@ -25,15 +28,11 @@ def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) 
     return max(
         1,
         min(
-            _MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _groups(options.strategy)), int(free * factor)
+            _MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _GROUPS[options.strategy]), int(free * factor)
         ),
     )
 
 
 def group_bytes(limit: int, strategy: Strategy) -> int:
     """Returns the bytes per device that one group may have, so that all groups under way keep to the limit."""
-    return max(1, limit // _groups(strategy))
-
-
-def _groups(strategy: Strategy) -> int:
-    return _GROUPS + (_BACK_GROUPS if strategy == "auto" else 0)
+    return max(1, limit // _GROUPS[strategy])

@@ -55,6 +55,11 @@ class ReadItem:
     buffers: HostBlocks | None = None  # to read into, where they exist already
     memory: UsedMemory | None = None  # to read into if the blocks become the restored array; others only travel
 
+    @property
+    def device_bytes(self) -> int:
+        """The bytes that the item takes on each device."""
+        return math.prod(self.block.shape) * self.leaf.itemsize
+
 
 async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) -> dict[int, HostBlocks]:
     """Reads those items that are wanted just as they are stored; returns their blocks by index.

@@ -87,8 +87,17 @@ class Carrier(abc.ABC):
         """The bundle's part of the exchange program."""
 
     @abc.abstractmethod
-    def reads(self) -> list[ReadItem]:
+    def items(self) -> list[ReadItem]:
         """Returns what this process reads for the bundle."""
+
+    def reads(self) -> list[ReadItem]:
+        """Returns the same with the memory to read into, where there is a place in what travels."""
+        return self.items()
+
+    @property
+    def share_bytes(self) -> int:
+        """The bytes that this process reads for the bundle."""
+        return sum(item.device_bytes * len(item.sharding.addressable_devices) for item in self.items())
 
     @abc.abstractmethod
     def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
@@ -128,7 +137,7 @@ class SumCarrier(Carrier):
     def compile(self) -> None:
         self._zeros()
 
-    def reads(self) -> list[ReadItem]:
+    def items(self) -> list[ReadItem]:
         return self._shares({self._reader: (self._leaf,)})
 
     def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
@@ -165,7 +174,7 @@ class LaneCarrier(Carrier):
         piece = piece_shape(block.shape, dims, sizes)
         return GatherOp(block, piece, tuple(sizes.values()), tuple(dims.get(axis) for axis in sizes))
 
-    def reads(self) -> list[ReadItem]:
+    def items(self) -> list[ReadItem]:
         lanes = [
             (leaf, mesh_lib.replica_mesh(self._replicas.mesh, self._bundle.lanes, lane))
             for lane, leaf in enumerate(self._bundle.leaves)
@@ -205,9 +214,12 @@ class PackCarrier(Carrier):
         words = self._bundle.words
         return SumOp(Block((words,), jnp.dtype("uint32"))) if self._bundle.summed else PackOp(words)
 
+    def items(self) -> list[ReadItem]:
+        return self._shares(dict(enumerate(self._bundle.shares)))
+
     def reads(self) -> list[ReadItem]:
-        items = self._shares(dict(enumerate(self._bundle.shares)))
-        return [dataclasses.replace(item, buffers=self._vectors.buffers(item.index, item.block)) for item in items]
+        buffers = self._vectors.buffers
+        return [dataclasses.replace(item, buffers=buffers(item.index, item.block)) for item in self.items()]
 
     def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
         return self._vectors.filled(read)

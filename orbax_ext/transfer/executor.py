@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
@@ -89,9 +88,9 @@ class Executor:
         for exchange in dict.fromkeys(map(self._exchange, groups)):
             await self._in_thread(in_turn(exchange.connect, self._limit))
 
-    def reads(self, group: Group) -> list[ReadItem]:
+    def items(self, group: Group) -> list[ReadItem]:
         """Returns what this process reads for an exchange."""
-        return [item for carrier in self._carriers(group) for item in carrier.reads()]
+        return [item for carrier in self._carriers(group) for item in carrier.items()]
 
     async def read(self, group: Group, held: Mapping[int, HostBlocks] | None = None) -> list[DeviceBlocks]:
         """Reads and returns this process's contribution to an exchange, for each bundle of the group.
@@ -120,8 +119,7 @@ class Executor:
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
-        items = self.reads(group)
-        return sum(math.prod(i.block.shape) * i.leaf.itemsize * len(i.sharding.addressable_devices) for i in items)
+        return sum(carrier.share_bytes for carrier in self._carriers(group))
 
     def whole_bytes(self, leaves: Sequence[int]) -> int:
         """Returns the bytes that this process reads of leaves that are read directly."""

@@ -143,17 +143,16 @@ class HeldBlocks:
 def place_for(share: PlannedShare, limit: float) -> HeldBlocks:
     """Returns a place for a share. `limit`: seconds for a program, of which this runs none."""
     executor = Executor(share.handler, share.request, share.plan.leaves, limit)
-    groups = [_unit(executor.reads(group)) for group in share.plan.groups]
+    # A pack's leaves are copied into its vector when they are taken: the vector belongs to the exchange.
+    groups = [_unit(executor.items(group)) for group in share.plan.groups]
     units = [*groups, *map(_unit, _batches(_direct_items(share)))]
     return HeldBlocks(share, units, functools.partial(executor.compile_now, share.plan.groups))
 
 
 def _unit(items: Sequence[ReadItem]) -> Unit:
     """Returns the unit of those items that can be read just as they are stored. All others are left to the restore."""
-    # A pack's leaves are copied into its vector when they are taken: the vector belongs to the exchange.
-    alone = [dataclasses.replace(item, buffers=None) for item in items]
-    sizes = [fetched_bytes(item) for item in alone]
-    return Unit(tuple(item for item, size in zip(alone, sizes, strict=True) if size), sum(sizes))
+    sizes = [fetched_bytes(item) for item in items]
+    return Unit(tuple(item for item, size in zip(items, sizes, strict=True) if size), sum(sizes))
 
 
 def _nothing() -> concurrent.futures.Future[Held]:

@@ -50,4 +50,4 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    return _available_bytes() // jax.local_device_count()

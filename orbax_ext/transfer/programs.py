@@ -81,7 +81,9 @@ class Assembler:
             pieces = self._abstract(self._global_shape(piece.shape), piece.dtype)
             starts = self._abstract((len(devices),), _START)
             self._place = self._on_each(place, donate=0).lower(words, pieces, starts).compile()
-            self._finish = self._on_each(finish, donate=0).lower(words).compile()
+            # XLA would convert in place by converting elsewhere and copying back.
+            stay = [one.dtype for one in words] == [whole.dtype]
+            self._finish = self._on_each(finish, donate=0 if stay else ()).lower(words).compile()
 
     def begin(self) -> Words:
         """Returns whole blocks with nothing in them yet."""
@@ -98,7 +100,7 @@ class Assembler:
             return self._place(blocks, joined, jax.device_put(starts, self._sharding))
 
     def finish(self, blocks: Words) -> DeviceBlocks:
-        """Returns the blocks in their own dtype; `blocks` is used up."""
+        """Returns the blocks in their own dtype; `blocks` may be used up."""
         with mesh_lib.scope(self._mesh):
             array = self._finish(blocks)
         return {shard.device: shard.data for shard in array.addressable_shards}

@@ -117,7 +117,7 @@ def with_request_concurrency(infos: Sequence[Any], limit: int | None) -> list[An
 
     By default that is more than the 32 of TensorStore, unless the user has set a number in TensorStore's own way.
     """
-    if not os.fspath(infos[0].parent_dir).startswith(("s3://", "gs://")):
+    if not any(place.startswith(("s3://", "gs://")) for place in places_of(infos)):
         return [*infos]
     contexts = {id(info.ts_context): info.ts_context for info in infos}
     raised = {key: _with_request_concurrency(context, limit) for key, context in contexts.items()}

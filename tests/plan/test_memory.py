@@ -45,3 +45,7 @@ def test_four_groups_keep_to_the_limit(limit: int, group: int) -> None:
 
 def test_two_more_groups_keep_to_the_limit_if_some_are_read_directly_meanwhile() -> None:
     assert memory.group_bytes(60 * MIB, "auto") == 10 * MIB
+
+
+def test_five_groups_keep_to_the_limit_if_one_replica_reads() -> None:
+    assert memory.group_bytes(60 * MIB, "single") == 12 * MIB

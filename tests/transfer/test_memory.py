@@ -31,6 +31,12 @@ def test_free_memory_is_what_the_backend_says_where_it_does() -> None:
     assert memory.free_bytes(Device()) == 70
 
 
+def test_cpu_devices_share_what_is_available_page_cache_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    (device, *_) = devices = jax.local_devices()
+    monkeypatch.setattr(memory, "_available_bytes", lambda: 1000)
+    assert memory.free_bytes(device) == 1000 // len(devices)
+
+
 def test_what_may_be_held_is_an_eighth_of_what_the_container_has_left(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

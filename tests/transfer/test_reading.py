@@ -1,13 +1,18 @@
-"""A slice is read as TensorStore's index transform: the same rows of every block, one after the other."""
+"""Slices are read as TensorStore's index transforms; blocks are placed and handed over with few calls of JAX."""
 
 from __future__ import annotations
 
+from unittest import mock
+
+import jax
 import numpy as np
 import pytest
 import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_ext.plan import Leaf, Slice
-from orbax_ext.transfer.reading import _index_transform
+from orbax_ext.request import LeafRequest
+from orbax_ext.transfer.reading import _index_transform, hand_over, placed
 
 pytestmark = pytest.mark.once
 
@@ -26,3 +31,23 @@ def test_a_slice_has_the_same_rows_of_every_block(block: tuple[int, int], rows: 
 
     expected = [values[first + start : first + start + size] for first in range(0, 12, block[0])]
     assert np.array_equal(view.read().result(), np.concatenate(expected))
+
+
+def test_all_blocks_of_a_group_are_placed_with_one_call() -> None:
+    device = jax.local_devices()[0]
+    values = [np.full(3, number, np.float32) for number in range(100)]
+    with mock.patch.object(jax, "device_put", wraps=jax.device_put) as put:
+        blocks = placed([{device: value} for value in values])
+    assert put.call_count == 1
+    assert [block[device].tolist() for block in blocks] == [value.tolist() for value in values]
+
+
+def test_a_leaf_on_the_host_is_handed_over_with_one_call() -> None:
+    devices = jax.local_devices()
+    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+    request = LeafRequest(None, None, Leaf("w", (3,), "float32", 4, (3,), 0), sharding)
+    make = jax.make_array_from_callback
+    with mock.patch.object(jax, "make_array_from_callback", wraps=make) as made, mock.patch.object(jax, "device_put"):
+        array = hand_over(request, dict.fromkeys(devices, np.arange(3, dtype=np.float32)))
+    assert made.call_count == 1
+    assert array.tolist() == [0, 1, 2]

@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from orbax_ext.upstream.array_handler import array_context
-from orbax_ext.upstream.stored_arrays import with_request_concurrency
+from orbax_ext.upstream.stored_arrays import StoredSpec, with_request_concurrency
 
 
 class Store(http.server.ThreadingHTTPServer):
@@ -125,3 +125,12 @@ def test_what_the_user_has_set_for_tensorstore_is_kept(monkeypatch: pytest.Monke
 def test_files_are_read_in_the_context_of_orbax() -> None:
     local = info("/checkpoint")
     assert with_request_concurrency([local], 4) == [local]
+
+
+def test_one_array_in_a_bucket_is_enough() -> None:
+    context = array_context(True)
+    places = ("file:///data/a", "s3://bucket/b")
+    arrays = [StoredSpec(place, {"driver": "zarr", "kvstore": place}, context, place) for place in places]
+    raised = with_request_concurrency(arrays, 4)
+    assert [one.ts_context["s3_request_concurrency"].to_json() for one in raised] == [{"limit": 4}] * 2
+    assert with_request_concurrency(arrays[:1], 4) == arrays[:1]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from orbax_ext.upstream import runtime
+from tests.support import compilation_cache
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,10 @@ def test_tracing_is_true_only_inside_jit() -> None:
 
 
 def test_the_persistent_cache_keeps_programs_that_compile_quickly(tmp_path: pathlib.Path) -> None:
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()  # of the tests themselves
-    compilation_cache.set_cache_dir(str(tmp_path))
-    try:
+    with compilation_cache.of_a_user(tmp_path):
         jax.jit(lambda x: x + 2).lower(np.ones(3)).compile()
         assert list(tmp_path.glob("*-cache")) == []  # JAX keeps only what took a second
         with runtime.every_program_cached():
             jax.jit(lambda x: x + 3).lower(np.ones(3)).compile()
         assert len(list(tmp_path.glob("*-cache"))) == 1
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
-        compilation_cache.reset_cache()
