@@ -7,6 +7,7 @@ import http.client
 import http.server
 import re
 import socket
+import ssl
 import threading
 import time
 import urllib.parse
@@ -51,9 +52,9 @@ class Request:
 
 
 class FaultProxy:
-    """Listens on loopback and forwards to the server on port `upstream`; used as a context."""
+    """Listens on loopback, with TLS if it has a context, and forwards to the server on port `upstream`."""
 
-    def __init__(self, upstream: int) -> None:
+    def __init__(self, upstream: int, tls: ssl.SSLContext | None = None) -> None:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self._lock = threading.Lock()
@@ -65,8 +66,10 @@ class FaultProxy:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.port: int = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

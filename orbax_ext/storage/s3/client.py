@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_ext.storage.s3 import credentials
-from orbax_ext.storage.s3.errors import MissingBucketError
+from orbax_ext.storage.s3.errors import MissingBucketError, StoreError
 from orbax_ext.storage.s3.settings import Settings, aws_host, bucket_endpoint
 
 # AWS's variables for where credentials come from. obstore reads others.
@@ -41,6 +41,7 @@ def open_upload(client: Any, key: str, part: int) -> Any:
 
 def client_arguments(settings: Settings, bucket: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the arguments of obstore's client. All are given, because it reads variables of the same names itself."""
+    connection = _connection(settings)
     region = settings.region or bucket_region(bucket)
     endpoint, virtual_host = bucket_endpoint(settings, bucket, region)
     arguments: dict[str, Any] = {
@@ -48,7 +49,7 @@ def client_arguments(settings: Settings, bucket: str, environ: Mapping[str, str]
         "region": region,
         "virtual_hosted_style_request": virtual_host,
         "skip_signature": settings.anonymous,
-        "client_options": _connection(settings, endpoint, environ),
+        "client_options": {**connection, "allow_http": endpoint.startswith("http://")},
         "retry_config": {
             "max_retries": settings.retries,
             "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
@@ -75,15 +76,17 @@ def bucket_region(bucket: str, service: str = f"https://{aws_host('us-east-1')}"
     return headers.get("x-amz-bucket-region") or "us-east-1"
 
 
-def _connection(settings: Settings, endpoint: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def _connection(settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "allow_http": endpoint.startswith("http://"),
         "connect_timeout": _seconds(min(settings.stall_seconds, _CONNECT_LIMIT)),
         "read_timeout": _seconds(settings.stall_seconds),
         "timeout": _NO_LIMIT,
     }
-    if bundle := environ.get("AWS_CA_BUNDLE"):
-        options["root_certificate"] = pathlib.Path(bundle).read_bytes()
+    if settings.ca_bundle is not None:
+        try:
+            options["root_certificate"] = pathlib.Path(settings.ca_bundle).read_bytes()
+        except OSError as error:
+            raise StoreError(f"AWS_CA_BUNDLE, or ca_bundle of the profile, can't be read: {error}") from None
     return options
 
 

@@ -16,7 +16,7 @@ from absl import logging
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
-from orbax_ext.storage.connections import limit_silence
+from orbax_ext.storage.connections import limit_silence, trust
 from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.errors import SecretFilter, explain
 from orbax_ext.storage.s3.files import S3Files
@@ -83,6 +83,7 @@ class S3Store:
 
     def _kvstore(self, bucket: str, path: str) -> dict[str, Any]:
         self._environ.update(limit_silence(self.settings.stall_seconds, self.settings.stall_rate))
+        self._environ.update(trust(self.settings.ca_bundle))
         return settings_lib.kvstore(self.settings, bucket, path)
 
 
