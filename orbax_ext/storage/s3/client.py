@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import email.message
 import os
 import pathlib
+import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_ext.redact import redact
 from orbax_ext.storage.s3 import credentials
 from orbax_ext.storage.s3.errors import MissingBucketError, StoreError
 from orbax_ext.storage.s3.settings import Settings, aws_host, bucket_endpoint
@@ -42,7 +46,7 @@ def open_upload(client: Any, key: str, part: int) -> Any:
 def client_arguments(settings: Settings, bucket: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the arguments of obstore's client. All are given, because it reads variables of the same names itself."""
     connection = _connection(settings)
-    region = settings.region or bucket_region(bucket)
+    region = settings.region or bucket_region(bucket, settings)
     endpoint, virtual_host = bucket_endpoint(settings, bucket, region)
     arguments: dict[str, Any] = {
         "aws_endpoint_url_s3": endpoint,
@@ -63,17 +67,41 @@ def client_arguments(settings: Settings, bucket: str, environ: Mapping[str, str]
     return arguments
 
 
-def bucket_region(bucket: str, service: str = f"https://{aws_host('us-east-1')}") -> str:
+def bucket_region(bucket: str, settings: Settings, service: str = f"https://{aws_host('us-east-1')}") -> str:
     """Asks AWS for the region of a bucket, which it tells without credentials."""
     request = urllib.request.Request(f"{service}/{bucket}", method="HEAD")
-    try:
-        with urllib.request.urlopen(request, timeout=_CONNECT_LIMIT) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            raise MissingBucketError(f"s3://{bucket}: NoSuchBucket (create the bucket, or check its name)") from None
-        headers = error.headers  # a redirection or a denial names the region too
-    return headers.get("x-amz-bucket-region") or "us-east-1"
+    context = ssl.create_default_context(cafile=settings.ca_bundle)
+    limit = min(settings.stall_seconds, _CONNECT_LIMIT)
+    for attempt in range(settings.retries + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=limit, context=context) as answer:
+                return _region_in(answer.headers) or "us-east-1"
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                remedy = "create the bucket, or check its name"
+                raise MissingBucketError(f"s3://{bucket}: NoSuchBucket ({remedy})") from None
+            if region := _region_in(error.headers):  # a redirection or a denial names the region too
+                return region
+            if error.code < 500 and error.code != 429:
+                return "us-east-1"
+            reason = str(error)
+        except OSError as error:
+            reason = str(error)
+        if attempt < settings.retries:
+            time.sleep(pause(attempt))
+    raise StoreError(
+        f"s3://{bucket}: AWS did not say in which region the bucket is: {redact(reason)} (pass region= or set "
+        "AWS_REGION, or check the network)"
+    )
+
+
+def pause(attempt: int) -> float:
+    """Returns the seconds to wait after a failed attempt, of which 0 is the first."""
+    return min(_FIRST_PAUSE.total_seconds() * 2**attempt, _LONGEST_PAUSE.total_seconds())
+
+
+def _region_in(headers: email.message.Message) -> str | None:
+    return headers.get("x-amz-bucket-region")
 
 
 def _connection(settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import client, credentials
-from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError
+from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError, StoreError
 from orbax_ext.storage.s3.settings import Settings
 from tests.support import s3_checkpoints, s3_server, s3_stores
 from tests.support.s3_proxy import FaultProxy
@@ -256,15 +256,23 @@ def test_a_file_that_is_not_valid_is_named_without_its_text(tmp_path: pathlib.Pa
     assert "hidden-secret" not in str(error.value)
 
 
-@pytest.mark.parametrize(("status", "region"), [(200, "eu-west-1"), (301, "eu-west-1"), (403, "eu-west-1")])
-def test_aws_is_asked_for_the_region_of_a_bucket(status: int, region: str) -> None:
-    with serving(region_service(status)) as url:
-        assert client.bucket_region("some-bucket", url) == region
+@pytest.mark.parametrize("statuses", [(200,), (301,), (403,), (503, 429, 200)])
+def test_aws_is_asked_for_the_region_of_a_bucket(statuses: tuple[int, ...]) -> None:
+    with serving(region_service(*statuses)) as url:
+        assert client.bucket_region("some-bucket", Settings(), url) == "eu-west-1"
+
+
+def test_a_region_that_aws_does_not_tell_is_not_guessed() -> None:
+    settings = Settings(retries=1)
+    with serving(region_service(503)) as url, pytest.raises(StoreError, match=r"s3://some-bucket: .*503.*pass region="):
+        client.bucket_region("some-bucket", settings, url)
+    with pytest.raises(StoreError, match=r"s3://some-bucket: .*refused.*check the network"):
+        client.bucket_region("some-bucket", settings, url)  # nobody listens any more
 
 
 def test_a_bucket_that_aws_does_not_know_is_missing() -> None:
     with serving(region_service(404)) as url, pytest.raises(MissingBucketError, match="s3://some-bucket: NoSuchBucket"):
-        client.bucket_region("some-bucket", url)
+        client.bucket_region("some-bucket", Settings(), url)
 
 
 @pytest.mark.parametrize(
@@ -322,11 +330,16 @@ def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def region_service(status: int) -> type[http.server.BaseHTTPRequestHandler]:
+def region_service(*statuses: int) -> type[http.server.BaseHTTPRequestHandler]:
+    """Returns a service that answers with one status after the other, and then always with the last."""
+    remaining = list(statuses)
+
     class Region(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            status = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             self.send_response(status)
-            self.send_header("x-amz-bucket-region", "eu-west-1")
+            if status not in (429, 503):
+                self.send_header("x-amz-bucket-region", "eu-west-1")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
