@@ -117,6 +117,19 @@ def test_metadata_that_can_not_be_read_is_one_error_on_all(job: lab.Cluster, sav
     assert len([request for request in proxy.requests if "default/_METADATA" in request.line]) == 1
 
 
+def test_a_process_that_does_not_restore_is_waited_for_within_the_limits(
+    job: lab.Cluster, saved: str, proxy: FaultProxy
+) -> None:
+    del proxy
+    *others, absent = job.outcomes(restore_but_not_on_the_last, saved, stall_timeout=5.0)
+    assert absent.ok
+    assert absent.value < 100  # it would be 300 s with limits of its own for the metadata
+    for outcome in others:
+        assert outcome.failure is not None
+        assert outcome.failure.type == "RestoreTimeoutError"
+        assert "process 3" in outcome.failure.message
+
+
 def test_a_missing_bucket_is_named_by_all(job: lab.Cluster, proxy: FaultProxy) -> None:
     del proxy
     outcomes = job.outcomes(restore, "s3://no-such-bucket/run")
@@ -234,6 +247,22 @@ def restore_by_shardings() -> list[str]:
 def restore(path: str, **knobs: Any) -> tuple[list[str], dict[str, int]]:
     make_manager(path)
     return restore_again(**knobs)
+
+
+def restore_but_not_on_the_last(path: str, **knobs: Any) -> float:
+    """Restores on all processes but the last, which waits until the others have ended; returns its seconds there."""
+    import jax
+
+    import orbax_ext
+
+    make_manager(path)
+    begin = time.monotonic()
+    try:
+        if jax.process_index() < jax.process_count() - 1:
+            restore_again(**knobs)
+    finally:
+        orbax_ext.barrier("ended", timeout=500)
+    return time.monotonic() - begin
 
 
 def latest_step(path: str) -> int | None:

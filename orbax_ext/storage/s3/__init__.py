@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.storage.connections import STALL_RATE
 from orbax_ext.storage.s3.errors import explain
 from orbax_ext.storage.s3.objects import ObjectStore
@@ -32,6 +33,7 @@ __all__ = [
     "enabled_for",
     "explain",
     "is_s3",
+    "limit_waiting",
     "object_store",
     "restore_usage",
     "s3_enabled",
@@ -43,6 +45,7 @@ __all__ = [
 _lock = threading.Lock()
 _store: S3Store | None = None
 _counter = RequestCounter()  # of the whole process, whatever is enabled and disabled
+_limits = [Limits()]  # the defaults, and those of the registrations in force, the latest last
 
 
 def enable_s3(
@@ -84,7 +87,7 @@ def enable_s3(
         if _store is None or _store.given != settings:
             if _store is not None:
                 _store.close()
-            _store = S3Store(settings, _counter)
+            _store = S3Store(settings, _counter, lambda: _limits[-1])
 
 
 def enable_s3_on_first_path() -> Callable[[], None]:
@@ -129,6 +132,12 @@ def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         if enable:
             disable_s3()
+
+
+def limit_waiting(limits: Limits) -> Callable[[], object]:
+    """Makes restores wait for each other's metadata within these limits; returns a function that undoes the latest."""
+    _limits.append(limits)
+    return _limits.pop
 
 
 def s3_enabled() -> bool:
