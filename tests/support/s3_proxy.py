@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from tests.support import s3_server, s3_stores
 
-_SILENCE = 20.0  # seconds until a connection without an answer is closed
+SILENCE = 120.0  # seconds until a connection without an answer is closed: a client that waits so long has no limit
 _DROPPED_HEADERS = ("connection", "transfer-encoding", "keep-alive", "proxy-connection", "expect")
 
 # As on AWS, the answer to an expired session repeats the token.
@@ -129,7 +129,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(line, status, [("Content-Type", "application/xml")], text.encode())
             return
         if fault is not None and fault.kind == "hold":
-            time.sleep(_SILENCE)
+            time.sleep(SILENCE)
             self.close_connection = True
             return
         status, headers, content = self.owner.forward(self.command, self._without_host(), self.headers, body)
@@ -181,7 +181,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif fault == "short":
                 self.connection.shutdown(socket.SHUT_RDWR)
             else:
-                time.sleep(_SILENCE)
+                time.sleep(SILENCE)
             self.close_connection = True
         else:
             self.wfile.write(body)
