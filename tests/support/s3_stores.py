@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -78,10 +79,12 @@ class Moto(Store):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port that nobody gets who asks for any: Linux gives those from 32,768 on, also to connections."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
