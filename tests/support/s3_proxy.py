@@ -28,6 +28,8 @@ _ANSWERS = {
     "500": (500, "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
     "503": (503, "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
     "expired": (400, _EXPIRED),
+    "elsewhere": (301, "<Error><Code>PermanentRedirect</Code><Message>Send requests elsewhere.</Message></Error>"),
+    "other region": (400, "<Error><Code>AuthorizationHeaderMalformed</Code><Message>Not here.</Message></Error>"),
     "denied": (403, "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
 }
 

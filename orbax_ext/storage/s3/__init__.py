@@ -75,7 +75,7 @@ def enable_s3(
         the profile's s3.addressing_style if it has one, otherwise virtual on AWS and path elsewhere.
       retries: How often a request is repeated after 429, 5xx, a reset or a short answer, with growing pauses.
       stall_seconds: A connection that brings less than `stall_rate` for this long counts as broken, and is retried.
-      stall_rate: Bytes per second that a connection brings at least.
+      stall_rate: Bytes per second that a connection for arrays brings at least; for metadata files only silence counts.
       share_metadata: During a restore, one process lists each directory and reads each metadata file, and passes the
         result to the others over JAX's coordination service. Give the same value on all processes.
     """
