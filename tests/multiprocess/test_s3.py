@@ -163,6 +163,12 @@ def test_a_job_killed_just_before_a_save_is_complete_leaves_no_checkpoint(
     assert job.run(latest_step, saved) == [0] * 4
 
 
+def test_all_processes_agree_on_what_was_deleted(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    del saved, proxy  # the bucket is there
+    path = "s3://multi/deleted"
+    assert job.run(save_three_keep_one, path) == [([2], [])] * 4
+
+
 def test_work_that_fails_on_the_first_process_is_done_by_each_of_the_others(job: lab.Cluster) -> None:
     assert sorted(job.run(share_what_fails_first)) == ["done by itself"] * 3 + ["failed"]
 
@@ -183,6 +189,33 @@ def save(path: str, step: int = 0) -> None:
     with ocp.CheckpointManager(path) as manager:
         manager.save(step, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make())))
         manager.wait_until_finished()
+
+
+def save_three_keep_one(path: str) -> tuple[list[int], list[int]]:
+    """Saves three steps, of which one is kept, and then deletes that; returns the steps that this process sees."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    import orbax_ext
+
+    def steps() -> list[int]:
+        orbax_ext.barrier("changed", timeout=100)
+        root = epath.Path(path)
+        found = sorted(int(child.name) for child in root.iterdir()) if root.exists() else []
+        assert [step for step in range(3) if (root / str(step)).exists()] == found
+        with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as new:
+            assert sorted(new.all_steps()) == found
+        orbax_ext.barrier("seen", timeout=100)
+        return found
+
+    s3_lib.enable_s3(retries=2)
+    with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        for step in range(3):
+            manager.save(step, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make())))
+        manager.wait_until_finished()
+        kept = steps()
+        manager.delete(2)
+        return kept, steps()
 
 
 def make_manager(path: str, share_metadata: bool = True) -> None:
