@@ -33,19 +33,19 @@ __all__ = [
     "enabled_for",
     "explain",
     "is_s3",
-    "limit_waiting",
     "object_store",
     "restore_usage",
     "s3_enabled",
     "s3_usage",
     "silence_limits",
     "snapshot_of",
+    "waiting_within",
 ]
 
 _lock = threading.Lock()
 _store: S3Store | None = None
 _counter = RequestCounter()  # of the whole process, whatever is enabled and disabled
-_limits = [Limits()]  # the defaults, and those of the registrations in force, the latest last
+_limits = [Limits()]  # the defaults, then those of registrations and restores in force, the latest last
 
 
 def enable_s3(
@@ -134,10 +134,14 @@ def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
             disable_s3()
 
 
-def limit_waiting(limits: Limits) -> Callable[[], object]:
-    """Makes restores wait for each other's metadata within these limits; returns a function that undoes the latest."""
+@contextlib.contextmanager
+def waiting_within(limits: Limits) -> Iterator[None]:
+    """Makes the processes of a restore wait for each other's metadata within its limits, for a block."""
     _limits.append(limits)
-    return _limits.pop
+    try:
+        yield
+    finally:
+        _limits.pop()
 
 
 def s3_enabled() -> bool:
