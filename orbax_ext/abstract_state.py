@@ -97,7 +97,7 @@ def restore(
     """
     limits = Limits(knobs.get("stall_timeout", options.Options.stall_timeout), knobs.get("timeout"))
     handler = pytree_handler(**knobs)
-    with s3.enabled_for(path), ocp.Checkpointer(handler) as checkpointer:
+    with s3.enabled_for(path), s3.waiting_within(limits), ocp.Checkpointer(handler) as checkpointer:
         tree = _read(path, step, item, limits, specs, dtype)
         target = _describe(tree, mesh, specs, dtype)
         args = ocp.args.PyTreeRestore(target, restore_args=restore_args(target))

@@ -22,11 +22,7 @@ from xml.etree import ElementTree
 from tests.support import gcs_server, s3_server
 from tools import markdown, releases
 
-S3_STORES = {
-    "rclone": "rclone 1.75.2",
-    "radosgw": "Ceph radosgw 16.2",
-    "swift": "Swift 2.38 s3api",
-}
+S3_STORES = {"rclone": "rclone", "radosgw": "Ceph radosgw", "swift": "Swift s3api"}
 PAGE = markdown.Page(
     "bench/results/stores.md",
     "Object stores that the tests ran on",
@@ -55,6 +51,7 @@ KINDS = {  # by what is searched in the names of tests
     "directory markers of earlier releases": r"with_markers",
 }
 S3_TESTS = ("tests/storage/s3", "tests/multiprocess/test_s3.py")
+_VERSION = "version"
 _ALL = "all tests, with those that need no store"
 _LIMIT = 1800.0  # seconds for one store
 _PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "ceph-common", "memcached")
@@ -94,26 +91,34 @@ def missing(store: str) -> str | None:
     return gcs_server.missing() if store == "gcs" else s3_server.STORES[store].missing()
 
 
+def version(store: str) -> str:
+    """Returns the version of a store that can run here."""
+    return gcs_server.version() if store == "gcs" else s3_server.STORES[store].version()
+
+
 def tables(results: Mapping[str, Outcomes], page: str) -> list[str]:
     """Returns the tables of the S3 stores and of the emulated GCS, with what `page` has of those without results."""
     before = {table[0][0]: table for table in markdown.tables_in(page)}  # by the left cell of their heads
     columns = _columns(before.get("", [[]]))
     for store in results.keys() & S3_STORES.keys():
         cells = {kind: _cell(results[store], pattern) for kind, pattern in {**KINDS, _ALL: ""}.items()}
-        columns[S3_STORES[store]] = cells
+        columns[S3_STORES[store]] = {_VERSION: version(store), **cells}
     titles = [title for title in S3_STORES.values() if title in columns]
-    rows = [(kind, *(columns[title].get(kind, "-") for title in titles)) for kind in (*KINDS, _ALL)]
+    rows = [(kind, *(columns[title].get(kind, "-") for title in titles)) for kind in (_VERSION, *KINDS, _ALL)]
     parts = [markdown.table(("", *titles), rows)]
     head, *gcs = before.get("gs://", [["gs://", ""]])
     if "gcs" in results:
         gcs = [
-            [name.partition("::")[2].removeprefix("test_").replace("_", " "), outcome]
-            for name, outcome in results["gcs"].items()
+            [_VERSION, version("gcs")],
+            *(
+                [name.partition("::")[2].removeprefix("test_").replace("_", " "), outcome]
+                for name, outcome in results["gcs"].items()
+            ),
         ]
     if gcs:
         parts.append(
-            "gs:// is tested on an emulator (gcp-storage-emulator 2026.7), with TensorStore's gcs driver for arrays\n"
-            "and gcsfs for metadata files. The emulator knows no generations, which a proxy adds. It checks no\n"
+            "gs:// is tested on an emulator (gcp-storage-emulator), with TensorStore's gcs driver for arrays and\n"
+            "gcsfs for metadata files. The emulator knows no generations, which a proxy adds. It checks no\n"
             "credentials and does not throttle, so that neither is tested."
         )
         parts.append(markdown.table(head, gcs))

@@ -1,7 +1,7 @@
-"""A limit for connections on which nothing arrives, or next to nothing.
+"""TensorStore's variables for connections: a limit for those on which next to nothing arrives, and whom to trust.
 
-TensorStore waits for ever for a silent server unless these variables are set (google/tensorstore#291). They hold for
-the whole process, and TensorStore reads them once, when it first connects.
+TensorStore waits for ever for a silent server unless its variables are set (google/tensorstore#291). They hold for the
+whole process, and TensorStore reads them once, when it first connects.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ def limit_silence(seconds: float, rate: int = STALL_RATE) -> dict[str, str]:
         "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": str(rate),
         "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(min(whole, _LONGEST_CONNECT)),
     }
+    return _set_missing(variables)
+
+
+def trust(ca_bundle: str | None) -> dict[str, str]:
+    """Lets TensorStore trust the certificate authorities in a file; returns the variables that it set.
+
+    TensorStore does not know AWS_CA_BUNDLE. Its own variables count if they are set already.
+    """
+    if ca_bundle is None or "TENSORSTORE_CA_PATH" in os.environ:
+        return {}
+    return _set_missing({"TENSORSTORE_CA_BUNDLE": ca_bundle})
+
+
+def _set_missing(variables: dict[str, str]) -> dict[str, str]:
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(missing)
     return missing

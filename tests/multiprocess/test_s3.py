@@ -94,7 +94,7 @@ def test_all_raise_the_read_error_of_one_without_a_secret(
     job: lab.Cluster, saved: str, proxy: FaultProxy, fault: Fault, remedy: str
 ) -> None:
     proxy.faults.append(Fault(fault.kind, fault.match))
-    outcomes = job.outcomes(restore, saved, strict_readers=True, late_seconds=math.inf)
+    outcomes = job.outcomes(restore, saved, strict_readers=True)
     assert [outcome.failure.type if outcome.failure else "" for outcome in outcomes] == ["RestoreFailedError"] * 4
     messages = {outcome.failure.message for outcome in outcomes if outcome.failure}
     assert len(messages) == 1
@@ -115,6 +115,19 @@ def test_metadata_that_can_not_be_read_is_one_error_on_all(job: lab.Cluster, sav
     assert {str(outcome.failure) for outcome in outcomes} == {str(outcomes[0].failure)}
     assert "s3://multi/run/0/default/_METADATA: AccessDenied" in str(outcomes[0].failure)
     assert len([request for request in proxy.requests if "default/_METADATA" in request.line]) == 1
+
+
+def test_a_process_that_does_not_restore_is_waited_for_within_the_limits(
+    job: lab.Cluster, saved: str, proxy: FaultProxy
+) -> None:
+    del proxy
+    *others, absent = job.outcomes(restore_but_not_on_the_last, saved, stall_timeout=5.0)
+    assert absent.ok
+    assert absent.value < 100  # it would be 300 s with limits of its own for the metadata
+    for outcome in others:
+        assert outcome.failure is not None
+        assert outcome.failure.type == "RestoreTimeoutError"
+        assert "process 3" in outcome.failure.message
 
 
 def test_a_missing_bucket_is_named_by_all(job: lab.Cluster, proxy: FaultProxy) -> None:
@@ -150,6 +163,12 @@ def test_a_job_killed_just_before_a_save_is_complete_leaves_no_checkpoint(
     assert job.run(latest_step, saved) == [0] * 4
 
 
+def test_all_processes_agree_on_what_was_deleted(job: lab.Cluster, saved: str, proxy: FaultProxy) -> None:
+    del saved, proxy  # the bucket is there
+    path = "s3://multi/deleted"
+    assert job.run(save_three_keep_one, path) == [([2], [])] * 4
+
+
 def test_work_that_fails_on_the_first_process_is_done_by_each_of_the_others(job: lab.Cluster) -> None:
     assert sorted(job.run(share_what_fails_first)) == ["done by itself"] * 3 + ["failed"]
 
@@ -170,6 +189,33 @@ def save(path: str, step: int = 0) -> None:
     with ocp.CheckpointManager(path) as manager:
         manager.save(step, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make())))
         manager.wait_until_finished()
+
+
+def save_three_keep_one(path: str) -> tuple[list[int], list[int]]:
+    """Saves three steps, of which one is kept, and then deletes that; returns the steps that this process sees."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    import orbax_ext
+
+    def steps() -> list[int]:
+        orbax_ext.barrier("changed", timeout=100)
+        root = epath.Path(path)
+        found = sorted(int(child.name) for child in root.iterdir()) if root.exists() else []
+        assert [step for step in range(3) if (root / str(step)).exists()] == found
+        with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as new:
+            assert sorted(new.all_steps()) == found
+        orbax_ext.barrier("seen", timeout=100)
+        return found
+
+    s3_lib.enable_s3(retries=2)
+    with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        for step in range(3):
+            manager.save(step, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make())))
+        manager.wait_until_finished()
+        kept = steps()
+        manager.delete(2)
+        return kept, steps()
 
 
 def make_manager(path: str, share_metadata: bool = True) -> None:
@@ -207,9 +253,11 @@ def restore_again(**knobs: Any) -> tuple[list[str], dict[str, int]]:
 
     import orbax_ext
 
+    # Nobody reads in place of a late process: that would be counted twice.
+    knobs = {"replica_axis": "dp", "strategy": "single", "late_seconds": math.inf, **knobs}
     mesh = MESH.make()
     abstract = states.abstract_state(STATE, mesh)
-    with orbax_ext.registered(replica_axis="dp", strategy="single", **knobs):
+    with orbax_ext.registered(**knobs):
         args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
         restored = jax.block_until_ready(_manager.restore(0, args=args))
     report = orbax_ext.last_report()
@@ -226,7 +274,7 @@ def restore_by_shardings() -> list[str]:
 
     mesh = MESH.make()
     restore_args = jax.tree.map(lambda sharding: ocp.ArrayRestoreArgs(sharding=sharding), states.shardings(STATE, mesh))
-    with orbax_ext.registered(replica_axis="dp", strategy="single"):
+    with orbax_ext.registered(replica_axis="dp", strategy="single", late_seconds=math.inf):
         restored = _manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=restore_args))
     return states.differences(restored, STATE, mesh)
 
@@ -234,6 +282,22 @@ def restore_by_shardings() -> list[str]:
 def restore(path: str, **knobs: Any) -> tuple[list[str], dict[str, int]]:
     make_manager(path)
     return restore_again(**knobs)
+
+
+def restore_but_not_on_the_last(path: str, **knobs: Any) -> float:
+    """Restores on all processes but the last, which waits until the others have ended; returns its seconds there."""
+    import jax
+
+    import orbax_ext
+
+    make_manager(path)
+    begin = time.monotonic()
+    try:
+        if jax.process_index() < jax.process_count() - 1:
+            restore_again(**knobs)
+    finally:
+        orbax_ext.barrier("ended", timeout=500)
+    return time.monotonic() - begin
 
 
 def latest_step(path: str) -> int | None:

@@ -8,11 +8,12 @@ from orbax_ext.storage import connections
 
 TIME = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"
 VARIABLES = (TIME, "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS")
+TRUST = ("TENSORSTORE_CA_BUNDLE", "TENSORSTORE_CA_PATH")
 
 
 @pytest.fixture(autouse=True)
 def _without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in (*VARIABLES, *TRUST):
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
 
@@ -56,3 +57,13 @@ def test_what_the_knobs_leave_open_is_as_s3_was_enabled(
 def test_other_stores_do_not_take_the_limits_of_s3() -> None:
     connections.limit_silence_in(["gs://bucket/x"], None, 4096, 300.0, enabled=(20, 300))
     assert tuple(os.environ[name] for name in VARIABLES[:2]) == ("60", "4096")
+
+
+def test_authorities_are_trusted_unless_the_user_has_said_whom_to_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connections.trust(None) == {}
+    assert connections.trust("ca.pem") == {"TENSORSTORE_CA_BUNDLE": "ca.pem"}
+    assert connections.trust("other.pem") == {}
+    assert os.environ["TENSORSTORE_CA_BUNDLE"] == "ca.pem"
+    monkeypatch.delenv("TENSORSTORE_CA_BUNDLE")
+    monkeypatch.setenv("TENSORSTORE_CA_PATH", "/certificates")
+    assert connections.trust("ca.pem") == {}

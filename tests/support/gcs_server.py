@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.metadata
 import importlib.util
 import json
 import pathlib
@@ -25,6 +26,11 @@ def missing() -> str | None:
     if not _PROGRAM.exists():
         return f"{_PROGRAM} is missing; the extra `stores` has it"
     return None if importlib.util.find_spec("gcsfs") else "gs:// paths of etils need gcsfs, of the extra `stores`"
+
+
+def version() -> str:
+    """Returns the version of the emulator, which is not missing."""
+    return importlib.metadata.version("gcp-storage-emulator")
 
 
 def environment(url: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import http.client
 import http.server
 import re
 import socket
+import ssl
 import threading
 import time
 import urllib.parse
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 from tests.support import s3_server, s3_stores
 
-_SILENCE = 20.0  # seconds until a connection without an answer is closed
+SILENCE = 120.0  # seconds until a connection without an answer is closed: a client that waits so long has no limit
 _DROPPED_HEADERS = ("connection", "transfer-encoding", "keep-alive", "proxy-connection", "expect")
 
 # As on AWS, the answer to an expired session repeats the token.
@@ -27,6 +28,8 @@ _ANSWERS = {
     "500": (500, "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
     "503": (503, "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
     "expired": (400, _EXPIRED),
+    "elsewhere": (301, "<Error><Code>PermanentRedirect</Code><Message>Send requests elsewhere.</Message></Error>"),
+    "other region": (400, "<Error><Code>AuthorizationHeaderMalformed</Code><Message>Not here.</Message></Error>"),
     "denied": (403, "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
 }
 
@@ -51,9 +54,9 @@ class Request:
 
 
 class FaultProxy:
-    """Listens on loopback and forwards to the server on port `upstream`; used as a context."""
+    """Listens on loopback, with TLS if it has a context, and forwards to the server on port `upstream`."""
 
-    def __init__(self, upstream: int) -> None:
+    def __init__(self, upstream: int, tls: ssl.SSLContext | None = None) -> None:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self._lock = threading.Lock()
@@ -65,8 +68,10 @@ class FaultProxy:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.port: int = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -126,7 +131,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(line, status, [("Content-Type", "application/xml")], text.encode())
             return
         if fault is not None and fault.kind == "hold":
-            time.sleep(_SILENCE)
+            time.sleep(SILENCE)
             self.close_connection = True
             return
         status, headers, content = self.owner.forward(self.command, self._without_host(), self.headers, body)
@@ -178,7 +183,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif fault == "short":
                 self.connection.shutdown(socket.SHUT_RDWR)
             else:
-                time.sleep(_SILENCE)
+                time.sleep(SILENCE)
             self.close_connection = True
         else:
             self.wfile.write(body)

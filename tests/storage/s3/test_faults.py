@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import traceback
 
 import pytest
@@ -11,7 +12,7 @@ from etils import epath
 from orbax_ext.storage import s3 as s3_lib
 from tests.support import s3_server
 from tests.support.s3_checkpoints import check, restore, save
-from tests.support.s3_proxy import Fault, FaultProxy
+from tests.support.s3_proxy import SILENCE, Fault, FaultProxy
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,20 @@ def test_passing_faults_are_retried_and_the_state_is_complete(
 ) -> None:
     del s3
     proxy.faults += [Fault(fault.kind, fault.match, fault.times) for fault in faults]
+    begin = time.monotonic()
     check(restore(saved))
     assert all(fault.hits for fault in proxy.faults)
+    assert time.monotonic() - begin < SILENCE / 2  # it was the client that gave up a silent connection
 
 
 LASTING = {
     "expired credentials, metadata": (Fault("expired", "GET .*_METADATA"), "renew the credentials"),
     "expired credentials, arrays": (Fault("expired", "GET .*manifest"), "renew the credentials"),
     "expired credentials, listing": (Fault("expired", "GET /[^/]*\\?"), "renew the credentials"),
+    "redirection to another region, metadata": (Fault("elsewhere", "GET .*_METADATA"), "give region="),
+    "redirection to another region, arrays": (Fault("elsewhere", "GET .*manifest"), "give region="),
+    "signed for another region, metadata": (Fault("other region", "GET .*_METADATA"), "give region="),
+    "signed for another region, arrays": (Fault("other region", "GET .*manifest"), "give region="),
     "access denied, metadata": (Fault("denied", "GET .*_METADATA"), "bucket policy"),
     "access denied, arrays": (Fault("denied", "GET .*/d/"), "bucket policy"),
     "throttled for good, arrays": (Fault("503", "GET .*manifest"), "try again later"),
@@ -96,9 +103,11 @@ def test_an_error_while_saving_holds_no_secret(s3: str, proxy: FaultProxy, caplo
 def test_a_deletion_without_an_answer_is_repeated(s3: str, proxy: FaultProxy) -> None:
     (epath.Path(s3) / "file").write_text("x")
     proxy.faults.append(Fault("hold", r"POST .*\?delete", times=1))
+    begin = time.monotonic()
     epath.Path(s3).rmtree()
     assert proxy.faults[0].hits == 1
     assert not epath.Path(s3).exists()
+    assert time.monotonic() - begin < SILENCE / 2
 
 
 def test_a_missing_bucket_is_named(s3: str) -> None:

@@ -105,6 +105,17 @@ def test_a_checkpointer_s_first_restore_from_s3_is_inside_the_store_s_hook(monke
     assert roots == ["s3://bucket/run"]
 
 
+def test_metadata_is_waited_for_within_the_limits_of_the_latest_registration() -> None:
+    def stall_timeout() -> float:
+        return s3_lib._limits[-1].stall
+
+    with orbax_ext.registered(stall_timeout=10):
+        with orbax_ext.registered(stall_timeout=20):
+            assert stall_timeout() == 20
+        assert stall_timeout() == 10
+    assert stall_timeout() == 300
+
+
 SPECS = [
     {"directory": "gs://bucket/run/0/default", "use_ocdbt": True},
     {"directory": "gs://bucket/run/0/default", "name": "weights", "use_ocdbt": False},
