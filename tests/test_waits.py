@@ -81,6 +81,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.boxes", "future.result()"): _ENDED,
     ("transfer.collectives", "self._lock"): "in a thread that has a limit, while another one compiles the program",
     ("transfer.collectives", "jax.block_until_ready(list(answer.values()))"): "in a thread that has a limit",
+    (
+        "transfer.collectives",
+        "jax.block_until_ready(self._start(ops, [self._zeros(op.operand) for op in ops]))",
+    ): "in a thread that has a limit",
     ("transfer.compiling", "await asyncio.wait([self._all])"): _WORK,
     ("transfer.exchanges", "await asyncio.wait([before])"): "the exchange before has a limit",
     ("transfer.exchanges", "await self._executor.start_exchange(exchange.group, exchange.contributions)"): _WORK,
@@ -153,7 +157,6 @@ REASONS: dict[tuple[str, str], str] = {
         "transfer.relays",
         "jax.block_until_ready([list(output.values()) for output in received])",
     ): "in a thread that has a limit",
-    ("transfer.relays", "self._link"): _WORK,
     ("transfer.verify", "await asyncio.gather(*self._tasks)"): _WORK,
     ("transfer.verify", "await in_thread(compute)"): _WORK,
     (

@@ -226,10 +226,16 @@ class Exchange:
         try:
             results = self._start(ops, operands)
         except Exception:
-            # The other processes are inside the collective by now: without this one they could not leave it.
-            self._start(ops, [self._zeros(op.operand) for op in ops])
+            self.take_part(ops)
             raise
         return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
+
+    def take_part(self, ops: tuple[Op, ...]) -> None:
+        """Takes part with zeros, because the other processes are inside: without this one they can't leave.
+
+        Waits for the end, so that the next exchange of this process does not begin before it.
+        """
+        jax.block_until_ready(self._start(ops, [self._zeros(op.operand) for op in ops]))
 
     def _start(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
         arguments = [
