@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import time
 from typing import Any
 
 import hypothesis
@@ -268,11 +269,39 @@ def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
     small_cluster: lab.Cluster, root: str
 ) -> None:
     lose(root, 1, 2, 3)
-    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST)
+    fault, knobs = (0, "read error"), {"strict_readers": True}
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, knobs)
     for error, _ in results:
         assert error.startswith("RestoreFailedError")
         assert "process 0" in error
         assert "the disk is gone" in error
+    assert_exact([after for _, after in results])
+
+
+@pytest.mark.parametrize("lost", [(), (2, 3)], ids=["moved", "summed"])
+def test_an_exception_in_an_exchange_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str, lost: tuple[int, ...]
+) -> None:
+    lose(root, *lost, "persistent")
+    fault, knobs = (1, "exception in exchange"), {"broadcast_memory_limit_bytes": 1 << 20}  # several groups
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, knobs)
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 1 (" in error
+        assert "MemoryError: no room for the exchange" in error
+    assert_exact([after for _, after in results])
+
+
+def test_an_error_while_listing_local_steps_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    fault, began = (2, "listing error"), time.monotonic()
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, {"stall_timeout": 120.0})
+    assert time.monotonic() - began < 100  # nobody has waited for the process that failed
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 2 (" in error
+        assert "in phase 'list local steps': OSError: the RAM disk is gone" in error
     assert_exact([after for _, after in results])
 
 
