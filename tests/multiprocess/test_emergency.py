@@ -102,6 +102,15 @@ def test_any_strategy_reads_what_no_host_has(small_cluster: lab.Cluster, root: s
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"strategy": strategy}))
 
 
+def test_what_no_host_has_is_read_once(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 1, 2, 3)
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    size = sum(data.nbytes for data in states.host_data(STATE).values())
+    assert size < sum(result.read for result in results) < 1.5 * size
+    assert all(how.startswith("storage: no host has it; spread") for how in results[0].strategy.values())
+
+
 def test_verify_compares_with_the_digests_of_the_persistent_step(small_cluster: lab.Cluster, root: str) -> None:
     state = f"{root}/persistent/1/default"
     records = {name: record for name, record in digest_files.compute(state) if isinstance(record, dict)}

@@ -72,6 +72,7 @@ class Restored:
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
     received: int = 0  # bytes from other processes, by the report
     collectives: int = 0  # that this process has entered
+    read: int = 0  # bytes, by the report
 
 
 def save(
@@ -141,7 +142,8 @@ def restore(
         different = states.differences(restored, specs, made, _first_seed(expected or step or 1))
     if report is None:
         return Restored(different, "", tuple(lines))
-    return Restored(different, "", tuple(lines), report.strategy, report.own.bytes_received, len(collectives))
+    own = report.own
+    return Restored(different, "", tuple(lines), report.strategy, own.bytes_received, len(collectives), own.bytes_read)
 
 
 def _first_seed(step: int) -> int:
