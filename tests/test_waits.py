@@ -123,6 +123,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.local_blocks", "await asyncio.gather(*work[start:start + _AT_A_TIME])"): _WORK,
     ("transfer.local_blocks", "await in_thread(_check_digest, request.info, self._digests)"): _WORK,
     ("transfer.local_blocks", "await in_thread(_stored_digests, directory)"): _WORK,
+    ("transfer.local_blocks", "self._digesting"): _WORK,
     ("transfer.local_blocks", "await in_thread(self._to_load, directory)"): _WORK,
     ("transfer.local_pipeline", "await self._under_way[0]"): _WORK,
     ("transfer.pending_restore", "_under_way_lock"): _LOCK,
