@@ -85,7 +85,7 @@ def test_ours_is_exact_after_the_loss_of(
     assert sources == {"local: from the hosts that have it" if len(lost) < 3 else "storage: no host has it"}
 
 
-@pytest.mark.parametrize("context", ["none", "set_mesh"])
+@pytest.mark.parametrize("context", ["none", "set_mesh", "with mesh", "other mesh"])
 def test_a_manager_made_before_register_is_served(small_cluster: lab.Cluster, root: str, context: str) -> None:
     lose(root, 2, "persistent")
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context, manager_first=True))
@@ -198,14 +198,23 @@ def test_hosts_that_changed_places_send_what_they_have(
     assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
 
 
-def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
-    for host in (1, 2):  # killed while saving: the directory has its temporary name, or no commit file
-        step = pathlib.Path(root, f"host{host}", "1")
-        (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
-        if host == 1:
-            step.rename(step.with_name("1.orbax-checkpoint-tmp"))
+def test_a_step_that_was_being_saved_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    step = pathlib.Path(root, "host1", "1")
+    (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
+    step.rename(step.with_name("1.orbax-checkpoint-tmp"))
     lose(root, "persistent")
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    pathlib.Path(root, "host1", "1", "state", "manifest.ocdbt").unlink()
+    shutil.rmtree(pathlib.Path(root, "host2", "1", "state"))
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    for process, result in enumerate(results):
+        lines = [line for line in result.lines if "can't be read; other hosts or storage" in line]
+        assert len(lines) == (process in (1, 2)), lines
 
 
 @pytest.mark.parametrize(
@@ -326,7 +335,10 @@ def test_an_error_before_the_first_meeting_is_raised_by_all(
 
 
 def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:
-    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(1, "late")))
+    results = small_cluster.run(emergency.restore_with_late_reader, root, STATE, ONE_HOST, 1)
+    assert_exact([result for result, _, _ in results])
+    last = max(loaded for _, loaded, _ in results)
+    assert [entered > last for _, _, entered in results] == [True] * 4
 
 
 def test_a_killed_reader_is_named_by_all_others(root: str) -> None:

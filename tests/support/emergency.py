@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ import orbax_ext
 from orbax_ext.report.report import publish
 from orbax_ext.storage.checkpoint import digest_files
 from orbax_ext.transfer.collectives import Exchange
+from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.relays import RelayExecutor
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
@@ -168,6 +170,29 @@ def counted_collectives() -> Iterator[list[str]]:
         for name in ("_start", "connect_moves"):
             stack.enter_context(mock.patch.object(Exchange, name, counting(name)))
         yield entered
+
+
+def restore_with_late_reader(
+    root: str, specs: Mapping[str, Spec], mesh: MeshSpec, late: int
+) -> tuple[Restored, float, float]:
+    """Returns a restore, and when this process had loaded its first group and when it began to send it."""
+    loaded, began = [], []
+    load_group, start = LocalPipeline._load_group, RelayExecutor._start
+
+    async def load_and_note(self: LocalPipeline, number: int) -> None:
+        await load_group(self, number)
+        loaded.append(time.monotonic())
+
+    def note_and_start(self: RelayExecutor, *args: Any) -> Any:
+        began.append(time.monotonic())
+        return start(self, *args)
+
+    with (
+        mock.patch.object(LocalPipeline, "_load_group", load_and_note),
+        mock.patch.object(RelayExecutor, "_start", note_and_start),
+    ):
+        restored = restore(root, specs, mesh, fault=(late, "late"))
+    return restored, loaded[0], began[0]
 
 
 def restore_older(root: str, specs: Mapping[str, Spec], mesh: MeshSpec, step: int, older: int) -> tuple[str, list[str]]:
