@@ -7,7 +7,9 @@ the persistent checkpoint of the same step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +17,13 @@ import jax
 from absl import logging
 from etils import epath
 
-from orbax_ext import text
+from orbax_ext import errors, text
 from orbax_ext.handler import BroadcastArrayHandler, one_at_a_time
 from orbax_ext.meeting import arrival, holdings
-from orbax_ext.meeting.session import Session, gather, open_session
+from orbax_ext.meeting.session import Session, open_session
 from orbax_ext.meeting.threads import in_thread
+from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
+from orbax_ext.options import Knobs
 from orbax_ext.plan.holders import ABSENT, Columns, Gaps, Loaded, LocalPlan, fill, find_gaps, plan_relays
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.plan.planner import RestorePlan
@@ -56,21 +60,48 @@ class _Service:
         return upstream.run_sync(_restore(self._handler(), step))
 
     def share(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        arrivals = gather("emergency", {"data": data}, self._handler().limits)
+        arrivals = self._meet({"data": data})
         return [arrivals[process]["data"] for process in sorted(arrivals)]
+
+    def share_failure(self, error: Exception) -> None:
+        with contextlib.suppress(errors.RestoreTimeoutError):  # then this process's own error is more useful
+            self._meet(failure_to_json(error))
+
+    def _meet(self, mine: Contribution) -> dict[int, Contribution]:
+        """Returns the contributions of all processes; raises `RestoreFailedError` if one of them has failed."""
+        with open_session("emergency", self._handler().limits) as session:
+            arrivals = session.arrive(mine)
+            if failed := failures_from_json(arrivals, session.hosts, "list local steps"):
+                raise errors.restore_failed(failed)
+        return arrivals
 
 
 async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep) -> Sequence[jax.Array]:
     """Returns the leaves of a step, in the order of `step.names`."""
     async with one_at_a_time(handler.options.stall_timeout):
+        began = time.monotonic()
         arrays, persistent = await _restore_from_hosts(handler, step)
     absent = [index for index in range(len(step.names)) if index not in arrays]
     if absent:
         infos = upstream.param_infos(persistent, [step.names[index] for index in absent])
         with collect.continuing():
-            restored = await handler.deserialize(infos, [step.args[index] for index in absent])
+            ours = _for_absent(handler, time.monotonic() - began)
+            restored = await ours.deserialize(infos, [step.args[index] for index in absent])
         arrays |= dict(zip(absent, restored, strict=True))
     return [arrays[index] for index in range(len(step.names))]
+
+
+def _for_absent(handler: BroadcastArrayHandler, spent: float) -> BroadcastArrayHandler:
+    """Returns the handler for leaves of which no host has anything, `spent` seconds after the beginning.
+
+    `auto` becomes `spread`: the storage of an emergency manager is known to be slow, and is read once.
+    """
+    knobs: Knobs = {}
+    if handler.options.strategy == "auto":
+        knobs["strategy"] = "spread"
+    if handler.options.timeout is not None:
+        knobs["timeout"] = max(1.0, handler.options.timeout - spent)  # it fails in time, but with a clear error
+    return handler.with_knobs(**knobs)
 
 
 async def _restore_from_hosts(

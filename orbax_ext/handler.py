@@ -78,14 +78,14 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if uses_pathways(self):
             return await super().deserialize(infos, args)
         if (timeout := taking().timeout) is not None and timeout < (self.options.timeout or timeout + 1):
-            return await self._within(timeout).deserialize(infos, args)
+            return await self.with_knobs(timeout=timeout).deserialize(infos, args)
         with taking().running():
             return await self._deserialize(infos, args)
 
-    def _within(self, timeout: float) -> BroadcastArrayHandler:
-        """Returns a handler that restores within so many seconds."""
+    def with_knobs(self, **knobs: Unpack[Knobs]) -> BroadcastArrayHandler:
+        """Returns a handler like this one, but for some knobs."""
         handler = copy.copy(self)
-        handler.options = dataclasses.replace(self.options, timeout=timeout)
+        handler.options = dataclasses.replace(self.options, **knobs)
         return handler
 
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:

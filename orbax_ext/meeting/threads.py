@@ -32,6 +32,11 @@ class GivenUpError(Exception):
 
 async def in_thread(function: Callable[..., T], *args: Any, limit: float | None = None) -> T:
     """Calls a blocking function in its own thread; raises `TimeoutError` if it takes longer than `limit` seconds."""
+    return await result_of(begin(function, *args), getattr(function, "__name__", "a call"), limit)
+
+
+def begin(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Calls a blocking function in its own thread, which starts now and goes on if nobody waits for the result."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -50,12 +55,17 @@ async def in_thread(function: Callable[..., T], *args: Any, limit: float | None 
             deliver(done.set_exception, error)
 
     _start(call, getattr(function, "__name__", "call"))
+    return done
+
+
+async def result_of(call: asyncio.Future[T], name: str, limit: float | None) -> T:
+    """Waits for a call that has begun; raises `TimeoutError` if it takes more than `limit` seconds from now on."""
     try:
-        return await asyncio.wait_for(done, limit)
+        return await asyncio.wait_for(call, limit)
     except TimeoutError:
-        if done.done() and not done.cancelled():  # raised by the function itself
+        if call.done() and not call.cancelled():  # raised by the function itself
             raise
-        raise TimeoutError(f"{getattr(function, '__name__', 'a call')} did not finish within {limit:g} s") from None
+        raise TimeoutError(f"{name} did not finish within {limit:g} s") from None
 
 
 def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:

@@ -227,16 +227,22 @@ class Exchange:
 
         Compiles first what is not compiled: a process that is late is not waited for, whatever it lacks.
         """
-        program = self._programs.get(ops) or self.compile(ops)
         try:
-            results = self._start(program, ops, operands)
+            results = self._start(ops, operands)
         except Exception:
-            # The other processes are inside the collective by now: without this one they could not leave it.
-            self._start(program, ops, [self._zeros(op.operand) for op in ops])
+            self.take_part(ops)
             raise
         return [{shard.device: shard.data for shard in result.addressable_shards} for result in results]
 
-    def _start(self, program: Any, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
+    def take_part(self, ops: tuple[Op, ...]) -> None:
+        """Takes part with zeros, because the other processes are inside: without this one they can't leave.
+
+        Waits for the end, so that the next exchange of this process does not begin before it.
+        """
+        jax.block_until_ready(self._start(ops, [self._zeros(op.operand) for op in ops]))
+
+    def _start(self, ops: tuple[Op, ...], operands: Sequence[DeviceBlocks]) -> Any:
+        program = self._programs.get(ops) or self.compile(ops)
         arguments = [
             jax.make_array_from_single_device_arrays(
                 self._global_shape(op.operand), self._sharding, [blocks[device] for device in self._mesh.local_devices]

@@ -31,6 +31,7 @@ from orbax_ext.upstream.array_handler import without_array_metadata
 from orbax_ext.upstream.stored_arrays import read_view
 
 _AT_A_TIME = 64  # leaves; more gain nothing, and each has a few buffers
+_DIGESTS_AT_A_TIME = 4  # leaves; each is read once more, up to 64 MiB at a time
 _LONGEST = 300  # characters of an error in a log line
 
 
@@ -56,6 +57,7 @@ class LocalBlocks:
         self._stored = stored
         self._local: Sequence[Any] = ()
         self._digests: digest_files.StoredDigests | None = None
+        self._digesting = asyncio.Semaphore(_DIGESTS_AT_A_TIME)
         self._damaged: list[str] = []  # one text for each leaf that can't be read
         self._untold: set[int] = set()  # leaves that can't be read, which the other processes do not know yet
         # For each leaf and each of this process's devices in its table, a column or ABSENT: the block that the device
@@ -128,7 +130,8 @@ class LocalBlocks:
         self.present[index] = (ABSENT,) * len(columns)  # it is loaded once, or found to be damaged
         try:
             if self._digests is not None and request.leaf.name in self._digests.leaves:
-                await in_thread(_check_digest, request.info, self._digests)
+                async with self._digesting:
+                    await in_thread(_check_digest, request.info, self._digests)
             blocks = await self._load(index, columns, request)
         except Exception as error:
             self._damaged.append(f"{request.leaf.name} ({_short(error)})")

@@ -23,7 +23,8 @@ _TRAVELLING = 1  # groups that may be on their way when all meet for the next on
 class LocalPipeline:
     """Follows a plan that was made from what all processes have. `gaps` are blocks to read from storage, see `Gaps`.
 
-    Used in a `with` block, at the end of which it gives up what is still under way.
+    Used in a `with` block, at the end of which it waits no longer for what is still under way. It takes part in
+    exchanges that all have agreed on even then.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LocalPipeline:
         """Starts a group's exchange, without the leaves that are damaged somewhere."""
         group = self._plan.groups[number].without(damaged)
         if group.relays:
-            exchange = asyncio.ensure_future(self._executor.exchange(group, self._blocks.blocks))
+            exchange = self._executor.start_exchange(group, self._blocks.blocks)
             self._under_way.append(self._recorder.follow("exchange", exchange, group=self._first + number))
 
     async def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.meeting.threads import in_thread
+from orbax_ext.meeting.threads import begin, in_thread
 from orbax_ext.plan import Slice
 from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
 
@@ -125,6 +126,11 @@ def make_assembler(whole: Block, piece: Block, dim: int, devices: tuple[jax.Devi
 async def run_in_thread(function: Callable[[], T], limit: float) -> T:
     """Calls a function that runs programs in a thread, for at most `limit` seconds."""
     return await in_thread(_as_here(function), limit=limit)
+
+
+def begin_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Calls a function that runs programs in a thread, which starts now and goes on if nobody waits for the result."""
+    return begin(_as_here(function))
 
 
 def start_thread(function: Callable[[], Any]) -> None:

@@ -11,14 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orbax_ext.meeting.threads import result_of
 from orbax_ext.plan.holders import ABSENT, Columns, Relay, RelayGroup
 from orbax_ext.request import Request
 from orbax_ext.transfer import packing
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.transfer.carriers import is_local
 from orbax_ext.transfer.collectives import Exchange, RelayOp, exchange_among
-from orbax_ext.transfer.programs import run_in_thread
+from orbax_ext.transfer.programs import begin_in_thread, run_in_thread
 from orbax_ext.transfer.reading import as_carried, hand_over, placed
+from orbax_ext.transfer.turns import in_turn
+from orbax_ext.upstream import runtime
 
 T = TypeVar("T")
 
@@ -30,49 +33,78 @@ class RelayExecutor:
         self._request = request
         self._tables = tables
         self._limit = limit
-        self._link = asyncio.Lock()  # held by the group that travels
         self._zeros: dict[tuple[jax.Device, Block], jax.Array] = {}
+        # Held here, because `exchange_among` keeps only those that were used last.
+        self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
     async def connect(self, groups: Sequence[RelayGroup]) -> None:
         """Opens the communicators that the groups need while all processes are together."""
-        for exchange in dict.fromkeys(map(self._exchange, groups)):
-            sums = any(group.senders for group in groups if self._exchange(group) is exchange)
-            await self._in_thread(functools.partial(exchange.connect_moves, sums))
+        sums: dict[Exchange, bool] = {}
+        for group in groups:
+            exchange = self._exchange(group)
+            sums[exchange] = sums.get(exchange, False) or bool(group.senders)
+
+        def connect_all() -> None:
+            with runtime.every_program_cached():
+                for exchange, summed in sums.items():
+                    exchange.connect_moves(summed)
+
+        await self._in_thread(in_turn(connect_all, self._limit))
 
     async def compile(self, group: RelayGroup) -> None:
         """Compiles a program for each kind of relay, unless an earlier group or restore had the same one."""
 
         def compile_all() -> None:
-            for relay in group.relays:
-                self._exchange(group).compile((self._op(group, relay),))
+            with runtime.every_program_cached():
+                for relay in group.relays:
+                    self._exchange(group).compile((self._op(group, relay),))
 
         await self._in_thread(compile_all)
 
-    async def exchange(self, group: RelayGroup, blocks: dict[int, DeviceBlocks]) -> dict[int, jax.Array]:
-        """Returns the group's leaves. Takes the blocks that this process has loaded of them out of `blocks`.
+    def start_exchange(
+        self, group: RelayGroup, blocks: dict[int, DeviceBlocks]
+    ) -> asyncio.Future[dict[int, jax.Array]]:
+        """Starts an exchange; the future has the group's leaves.
+
+        Takes the blocks that this process has loaded of them out of `blocks`.
 
         Groups may be under way together: the later one starts when the one before has arrived. JAX's CPU backend does
         not start programs of one and of several local devices in the order in which they are called, and two that
         share a communicator would take each other's data, or wait for each other for ever.
         """
         loaded = {leaf: dict(blocks.pop(leaf, {})) for leaf in group.leaves}
+        # The thread starts here, so that this process takes part, in its turn, also if the restore is given up first.
+        moving = begin_in_thread(in_turn(functools.partial(self._move, group, loaded), self._limit))
 
-        def start() -> list[DeviceBlocks]:
-            return [self._start(group, relay, loaded) for relay in group.relays]
+        async def finish() -> dict[int, jax.Array]:
+            received = await result_of(moving, "an exchange", 2 * self._limit)  # the one before and this one
+            return await self._in_thread(functools.partial(self._complete, group, loaded, received))
 
-        def wait() -> None:
-            jax.block_until_ready([list(output.values()) for output in received])
+        return asyncio.ensure_future(finish())
 
-        def finish() -> dict[int, jax.Array]:
-            for relay, output in zip(group.relays, received, strict=True):
-                for leaf, arrived in self._unpacked(relay, output).items():
-                    loaded[leaf] |= arrived
-            return {leaf: self.hand_over(leaf, loaded[leaf]) for leaf in group.leaves}
+    def _move(self, group: RelayGroup, loaded: Mapping[int, DeviceBlocks]) -> list[DeviceBlocks]:
+        """Moves a group's operands; returns for each the blocks that this process's devices have received."""
+        received: list[DeviceBlocks] = []
+        failures: list[Exception] = []
+        for relay in group.relays:
+            try:
+                received.append(self._start(group, relay, loaded))
+            except Exception as error:  # the others are inside this relay, and will be inside those that follow
+                failures.append(error)
+        jax.block_until_ready([list(output.values()) for output in received])
+        if failures:
+            raise failures[0]
+        return received
 
-        async with self._link:
-            received = await self._in_thread(start)
-            await self._in_thread(wait)
-        return await self._in_thread(finish)
+    def _complete(
+        self, group: RelayGroup, loaded: Mapping[int, DeviceBlocks], received: Sequence[DeviceBlocks]
+    ) -> dict[int, jax.Array]:
+        """Returns a group's leaves, from what was loaded and what was received."""
+        blocks = {leaf: dict(loaded[leaf]) for leaf in group.leaves}
+        for relay, output in zip(group.relays, received, strict=True):
+            for leaf, arrived in self._unpacked(relay, output).items():
+                blocks[leaf] |= arrived
+        return {leaf: self.hand_over(leaf, blocks[leaf]) for leaf in group.leaves}
 
     def hand_over(self, leaf: int, blocks: DeviceBlocks) -> jax.Array:
         """Returns a leaf. Devices without a block get a copy from a device of this process that needs the same."""
@@ -87,8 +119,13 @@ class RelayExecutor:
 
     def _start(self, group: RelayGroup, relay: Relay, loaded: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
         """Starts to move one operand; returns the blocks that this process's devices receive."""
-        ops = (self._op(group, relay),)
-        (output,) = self._exchange(group).run(ops, [self._operand(group, relay, loaded)])
+        ops, exchange = (self._op(group, relay),), self._exchange(group)
+        try:
+            operand = self._operand(group, relay, loaded)
+        except Exception:
+            exchange.take_part(ops)
+            raise
+        (output,) = exchange.run(ops, [operand])
         if group.senders:
             return output
         devices = self._devices(group).ravel()
@@ -140,7 +177,10 @@ class RelayExecutor:
         return self._request.meshes[group.mesh].devices.ravel()[self._tables[group.leaves[0]].table]
 
     def _exchange(self, group: RelayGroup) -> Exchange:
-        return exchange_among(tuple(map(tuple, self._devices(group))))
+        key = (group.mesh, group.axes)
+        if key not in self._exchanges:
+            self._exchanges[key] = exchange_among(tuple(map(tuple, self._devices(group))))
+        return self._exchanges[key]
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await run_in_thread(function, self._limit)

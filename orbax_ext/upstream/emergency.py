@@ -27,6 +27,7 @@ from orbax_ext.upstream.hooks import Hook, serving
 
 T = TypeVar("T")
 
+# Whether local steps are being listed, and this process has not shared its own yet.
 _listing_steps: contextvars.ContextVar[bool] = contextvars.ContextVar("orbax_ext_listing_steps", default=False)
 
 
@@ -49,7 +50,10 @@ class Service(Protocol):
         """Returns the leaves, in the order of `step.names`. All processes call it."""
 
     def share(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the data of all processes, in their order. All processes call it."""
+        """Returns the data of all processes, in their order. All processes call it, or `share_failure`."""
+
+    def share_failure(self, error: Exception) -> None:
+        """Raises the error of this process on all processes, where the others are in `share`."""
 
 
 def param_infos(directory: epath.Path, names: Sequence[str]) -> list[Any]:
@@ -133,6 +137,10 @@ def _list_steps(original: Callable[..., Any], service: Service) -> Callable[...,
         token = _listing_steps.set(True)
         try:
             return original(*args, **kwargs)
+        except Exception as error:
+            if _listing_steps.get():
+                service.share_failure(error)
+            raise
         finally:
             _listing_steps.reset(token)
 
@@ -143,7 +151,10 @@ def _sync_global_data(original: Callable[..., Any], service: Service) -> Callabl
     @functools.wraps(original)
     def sync_global_data(local_data: dict[str, Any]) -> list[dict[str, Any]]:
         # Orbax's p2p manager also saves through this function, data of any length: that stays as it is.
-        return service.share(local_data) if _listing_steps.get() else original(local_data)
+        if not _listing_steps.get():
+            return original(local_data)
+        _listing_steps.set(False)
+        return service.share(local_data)
 
     return sync_global_data
 

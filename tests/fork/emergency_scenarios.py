@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -39,14 +40,27 @@ def restore(root: str, *, set_mesh: bool = False) -> dict[str, str]:
         return scenarios.differences(running.restore(1).state, values())
 
 
+def restore_with_listing_error(root: str) -> None:
+    """Restores while process 1 can't list its local steps."""
+    step_lib = importlib.import_module("orbax.checkpoint.path.step")
+    name_format = type(step_lib.standard_name_format())
+    broken = mock.patch.object(name_format, "find_all", side_effect=OSError("the RAM disk is gone"))
+    with manager(root) as running, broken if jax.process_index() == 1 else contextlib.nullcontext():
+        running.restore(1)
+
+
+_REMOVED = {"local": "persistent", "persistent": "host*", "damaged persistent": "host*"}  # by tier
+_DAMAGED = {"damaged local": "host1/**/d/*", "damaged persistent": "persistent/**/d/*"}
+
+
 def with_tier(root: str, tier: str) -> str:
-    """Returns a copy of the steps in which only one tier has the step, or the first host has damaged files."""
-    copy = pathlib.Path(f"{root}.{tier}")
+    """Returns a copy of the steps in which only one tier has the step, or the files that are read are damaged."""
+    copy = pathlib.Path(f"{root}.{tier.replace(' ', '_')}")
     if not copy.exists():
         shutil.copytree(root, copy)
-        for directory in {"local": copy.glob("persistent"), "persistent": copy.glob("host*")}.get(tier, ()):
+        for directory in copy.glob(_REMOVED.get(tier, "none")):
             shutil.rmtree(directory)
-        for file in copy.glob("host1/**/d/*") if tier == "damaged" else ():
+        for file in copy.glob(_DAMAGED.get(tier, "none")):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     return str(copy)
 

@@ -148,14 +148,30 @@ def test_emergency_restore_under_set_mesh(orbax: Installation, emergency_root: s
         assert all(outcome.failure and message in outcome.failure.message for outcome in outcomes), outcomes
 
 
-def test_emergency_read_error_is_raised_by_all(orbax: Installation, emergency_root: str) -> None:
-    root = emergency_scenarios.with_tier(emergency_root, "damaged")
+@pytest.mark.parametrize(("tier", "reader"), [("damaged local", 1), ("damaged persistent", 0)])
+def test_emergency_read_error_is_raised_by_all(
+    orbax: Installation, emergency_root: str, tier: str, reader: int
+) -> None:
+    root = emergency_scenarios.with_tier(emergency_root, tier)
     outcomes = orbax.cluster.outcomes(emergency_scenarios.restore, root, timeout=limit(orbax))
-    assert outcomes[1].state == "raised"  # the first replica that has the step reads
+    assert outcomes.pop(reader).state == "raised"  # the first replica that has the step reads
     if orbax.patched:
-        assert [outcome.state for outcome in outcomes] == ["raised"] * 4
-        for outcome in (outcomes[0], *outcomes[2:]):
-            assert "before the broadcast on 1 of 4 processes: process 1 on" in str(outcome)
+        assert [outcome.state for outcome in outcomes] == ["raised"] * 3
+        for outcome in outcomes:
+            assert f"before the broadcast on 1 of 4 processes: process {reader} on" in str(outcome)
+    else:
+        assert [outcome.state for outcome in outcomes] == ["timed out"] * 3
+
+
+def test_emergency_listing_error_is_raised_by_all(orbax: Installation, emergency_root: str) -> None:
+    scenario = emergency_scenarios.restore_with_listing_error
+    outcomes = orbax.cluster.outcomes(scenario, emergency_root, timeout=limit(orbax))
+    assert outcomes[1].state == "raised"
+    if orbax.patched:
+        for outcome in outcomes:
+            assert "Local steps could not be listed on 1 of 4 processes: process 1 on" in str(outcome)
+            assert "OSError: the RAM disk is gone" in str(outcome)
+        assert restored(orbax.cluster.outcomes(emergency_scenarios.restore, emergency_root, timeout=AMPLE))
     else:
         assert [outcome.state for outcome in (outcomes[0], *outcomes[2:])] == ["timed out"] * 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import time
 from typing import Any
 
 import hypothesis
@@ -84,7 +85,7 @@ def test_ours_is_exact_after_the_loss_of(
     assert sources == {"local: from the hosts that have it" if len(lost) < 3 else "storage: no host has it"}
 
 
-@pytest.mark.parametrize("context", ["none", "set_mesh"])
+@pytest.mark.parametrize("context", ["none", "set_mesh", "with mesh", "other mesh"])
 def test_a_manager_made_before_register_is_served(small_cluster: lab.Cluster, root: str, context: str) -> None:
     lose(root, 2, "persistent")
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, context=context, manager_first=True))
@@ -99,6 +100,15 @@ def test_two_restores_in_a_row_are_exact(small_cluster: lab.Cluster, root: str) 
 def test_any_strategy_reads_what_no_host_has(small_cluster: lab.Cluster, root: str, strategy: str) -> None:
     lose(root, 1, 2, 3)
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, knobs={"strategy": strategy}))
+
+
+def test_what_no_host_has_is_read_once(small_cluster: lab.Cluster, root: str) -> None:
+    lose(root, 1, 2, 3)
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    size = sum(data.nbytes for data in states.host_data(STATE).values())
+    assert size < sum(result.read for result in results) < 1.5 * size
+    assert all(how.startswith("storage: no host has it; spread") for how in results[0].strategy.values())
 
 
 def test_verify_compares_with_the_digests_of_the_persistent_step(small_cluster: lab.Cluster, root: str) -> None:
@@ -188,14 +198,23 @@ def test_hosts_that_changed_places_send_what_they_have(
     assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
 
 
-def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
-    for host in (1, 2):  # killed while saving: the directory has its temporary name, or no commit file
-        step = pathlib.Path(root, f"host{host}", "1")
-        (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
-        if host == 1:
-            step.rename(step.with_name("1.orbax-checkpoint-tmp"))
+def test_a_step_that_was_being_saved_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    step = pathlib.Path(root, "host1", "1")
+    (step / "commit_success.txt").unlink(missing_ok=True)  # releases with an atomic rename write none
+    step.rename(step.with_name("1.orbax-checkpoint-tmp"))
     lose(root, "persistent")
     assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST))
+
+
+def test_a_partial_step_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
+    pathlib.Path(root, "host1", "1", "state", "manifest.ocdbt").unlink()
+    shutil.rmtree(pathlib.Path(root, "host2", "1", "state"))
+    lose(root, "persistent")
+    results = small_cluster.run(emergency.restore, root, STATE, ONE_HOST)
+    assert_exact(results)
+    for process, result in enumerate(results):
+        lines = [line for line in result.lines if "can't be read; other hosts or storage" in line]
+        assert len(lines) == (process in (1, 2)), lines
 
 
 @pytest.mark.parametrize(
@@ -268,11 +287,39 @@ def test_a_read_error_from_storage_is_raised_by_all_and_the_next_restore_works(
     small_cluster: lab.Cluster, root: str
 ) -> None:
     lose(root, 1, 2, 3)
-    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST)
+    fault, knobs = (0, "read error"), {"strict_readers": True}
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, knobs)
     for error, _ in results:
         assert error.startswith("RestoreFailedError")
         assert "process 0" in error
         assert "the disk is gone" in error
+    assert_exact([after for _, after in results])
+
+
+@pytest.mark.parametrize("lost", [(), (2, 3)], ids=["moved", "summed"])
+def test_an_exception_in_an_exchange_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str, lost: tuple[int, ...]
+) -> None:
+    lose(root, *lost, "persistent")
+    fault, knobs = (1, "exception in exchange"), {"broadcast_memory_limit_bytes": 1 << 20}  # several groups
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, knobs)
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 1 (" in error
+        assert "MemoryError: no room for the exchange" in error
+    assert_exact([after for _, after in results])
+
+
+def test_an_error_while_listing_local_steps_is_raised_by_all_and_the_next_restore_works(
+    small_cluster: lab.Cluster, root: str
+) -> None:
+    fault, began = (2, "listing error"), time.monotonic()
+    results = small_cluster.run(emergency.restore_after_failure, root, STATE, ONE_HOST, fault, {"stall_timeout": 120.0})
+    assert time.monotonic() - began < 100  # nobody has waited for the process that failed
+    for error, _ in results:
+        assert error.startswith("RestoreFailedError")
+        assert "process 2 (" in error
+        assert "in phase 'list local steps': OSError: the RAM disk is gone" in error
     assert_exact([after for _, after in results])
 
 
@@ -288,7 +335,10 @@ def test_an_error_before_the_first_meeting_is_raised_by_all(
 
 
 def test_a_late_reader_is_waited_for(small_cluster: lab.Cluster, root: str) -> None:
-    assert_exact(small_cluster.run(emergency.restore, root, STATE, ONE_HOST, fault=(1, "late")))
+    results = small_cluster.run(emergency.restore_with_late_reader, root, STATE, ONE_HOST, 1)
+    assert_exact([result for result, _, _ in results])
+    last = max(loaded for _, loaded, _ in results)
+    assert [entered > last for _, _, entered in results] == [True] * 4
 
 
 def test_a_killed_reader_is_named_by_all_others(root: str) -> None:

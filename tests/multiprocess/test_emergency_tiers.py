@@ -50,6 +50,7 @@ def restore_from(
     assert sources == {"storage" if tier == "from storage" else "local"}
 
 
+@pytest.mark.core
 @TIERS
 def test_every_dtype_is_exact(
     small_cluster: lab.Cluster, saved: Mapping[str, str], tmp_path: pathlib.Path, tier: str

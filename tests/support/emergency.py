@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -20,11 +21,14 @@ from absl import flags
 from jax.sharding import Mesh
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
+from orbax.checkpoint.path import step as step_lib
 
 import orbax_ext
 from orbax_ext.report.report import publish
 from orbax_ext.storage.checkpoint import digest_files
 from orbax_ext.transfer.collectives import Exchange
+from orbax_ext.transfer.local_pipeline import LocalPipeline
+from orbax_ext.transfer.relays import RelayExecutor
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
 
@@ -70,6 +74,7 @@ class Restored:
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
     received: int = 0  # bytes from other processes, by the report
     collectives: int = 0  # that this process has entered
+    read: int = 0  # bytes, by the report
 
 
 def save(
@@ -139,7 +144,8 @@ def restore(
         different = states.differences(restored, specs, made, _first_seed(expected or step or 1))
     if report is None:
         return Restored(different, "", tuple(lines))
-    return Restored(different, "", tuple(lines), report.strategy, report.own.bytes_received, len(collectives))
+    own = report.own
+    return Restored(different, "", tuple(lines), report.strategy, own.bytes_received, len(collectives), own.bytes_read)
 
 
 def _first_seed(step: int) -> int:
@@ -166,6 +172,29 @@ def counted_collectives() -> Iterator[list[str]]:
         yield entered
 
 
+def restore_with_late_reader(
+    root: str, specs: Mapping[str, Spec], mesh: MeshSpec, late: int
+) -> tuple[Restored, float, float]:
+    """Returns a restore, and when this process had loaded its first group and when it began to send it."""
+    loaded, began = [], []
+    load_group, start = LocalPipeline._load_group, RelayExecutor._start
+
+    async def load_and_note(self: LocalPipeline, number: int) -> None:
+        await load_group(self, number)
+        loaded.append(time.monotonic())
+
+    def note_and_start(self: RelayExecutor, *args: Any) -> Any:
+        began.append(time.monotonic())
+        return start(self, *args)
+
+    with (
+        mock.patch.object(LocalPipeline, "_load_group", load_and_note),
+        mock.patch.object(RelayExecutor, "_start", note_and_start),
+    ):
+        restored = restore(root, specs, mesh, fault=(late, "late"))
+    return restored, loaded[0], began[0]
+
+
 def restore_older(root: str, specs: Mapping[str, Spec], mesh: MeshSpec, step: int, older: int) -> tuple[str, list[str]]:
     """Restores a step that is complete nowhere, then an older one; returns the error and what differs."""
     made, error = mesh.make(), ""
@@ -177,10 +206,35 @@ def restore_older(root: str, specs: Mapping[str, Spec], mesh: MeshSpec, step: in
         return error, states.differences(running.restore(older).state, specs, made, _first_seed(older))
 
 
+def listing_error() -> contextlib.AbstractContextManager[Any]:
+    """Has the process fail to list its local steps."""
+    return mock.patch.object(
+        type(step_lib.standard_name_format()), "find_all", side_effect=OSError("the RAM disk is gone")
+    )
+
+
+@contextlib.contextmanager
+def exception_in_exchange() -> Iterator[None]:
+    """Has the process run out of memory when it prepares the first operand of an exchange."""
+    original, failed = RelayExecutor._operand, False
+
+    def fail_first(*args: Any) -> Any:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise MemoryError("no room for the exchange")
+        return original(*args)
+
+    with mock.patch.object(RelayExecutor, "_operand", fail_first):
+        yield
+
+
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "read error": fault_injection.read_error,
     "error while describing": fault_injection.error_while_describing,
+    "listing error": listing_error,
+    "exception in exchange": exception_in_exchange,
     "late": fault_injection.slow_reads,
     "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
 }
@@ -199,9 +253,11 @@ def assert_exact(results: Sequence[Restored]) -> None:
     assert states.all_differences([result.differences for result in results]) == []
 
 
-def restore_after_failure(root: str, specs: Mapping[str, Spec], mesh: MeshSpec) -> tuple[str, Restored]:
-    """Returns the error of a restore in which process 0 can't read from storage, and the restore after it."""
-    failed = restore(root, specs, mesh, fault=(0, "read error"), knobs={"strict_readers": True})
+def restore_after_failure(
+    root: str, specs: Mapping[str, Spec], mesh: MeshSpec, fault: tuple[int, str], knobs: Mapping[str, Any]
+) -> tuple[str, Restored]:
+    """Returns the error of a restore with a fault, and the restore after it."""
+    failed = restore(root, specs, mesh, fault=fault, knobs=knobs)
     return failed.error, restore(root, specs, mesh)
 
 

@@ -17,6 +17,7 @@ class Service:
 
     def __init__(self) -> None:
         self.shared: list[dict[str, Any]] = []
+        self.failures: list[Exception] = []
 
     def restore(self, step: emergency.EmergencyStep) -> Any:
         raise AssertionError("nothing is restored here")
@@ -24,6 +25,9 @@ class Service:
     def share(self, data: dict[str, Any]) -> list[dict[str, Any]]:
         self.shared.append(data)
         return [data, data]
+
+    def share_failure(self, error: Exception) -> None:
+        self.failures.append(error)
 
 
 def test_every_hooked_function_exists() -> None:
@@ -43,6 +47,26 @@ def test_data_is_shared_over_the_service_only_where_steps_are_listed(monkeypatch
     finally:
         undo()
     assert service.shared == [{"steps": [1]}]
+
+
+@pytest.mark.parametrize("fails", ["before it is shared", "afterwards"])
+def test_an_error_of_the_listing_is_shared_unless_the_steps_were(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    service = Service()
+
+    def list_steps() -> None:
+        if fails == "afterwards":
+            emergency_path.sync_global_data({"steps": [1]})
+        raise OSError("the RAM disk is gone")
+
+    monkeypatch.setattr(emergency_path, "get_per_replica_local_steps", list_steps)
+    undo = install(emergency.HOOKS, service)
+    try:
+        with pytest.raises(OSError, match="the RAM disk is gone"):
+            emergency_path.get_per_replica_local_steps()
+    finally:
+        undo()
+    assert [str(error) for error in service.failures] == (["the RAM disk is gone"] if not service.shared else [])
+    assert len(service.shared) == (fails == "afterwards")
 
 
 def test_chunks_that_are_missing_are_no_zeros() -> None:
