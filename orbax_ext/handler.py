@@ -126,7 +126,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         ):
             recorder.attach(session)
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
-            agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
+            asked = request.leaves, request.mesh_infos, self.options, limit, request.checkpoint
+            agreed = await arrival.arrive(session, *asked)
             if agreed < limit:
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)

@@ -52,14 +52,21 @@ async def failing_together(options: Options, all_meet: Callable[[], bool] = lamb
 
 
 async def arrive(
-    session: Session, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, memory_limit: int
+    session: Session,
+    leaves: Sequence[Leaf],
+    meshes: Sequence[MeshInfo],
+    options: Options,
+    memory_limit: int,
+    checkpoint: str = "",
 ) -> int:
     """Waits for all processes and returns the memory limit that all of them keep to, which is the smallest.
 
     Raises `RestoreFailedError` if a process has failed already, and `PlanMismatchError` if the processes ask for
-    different trees, have different options or run different versions.
+    different trees or checkpoints, have different options or run different versions. `checkpoint` is the name of the
+    checkpoint; it is empty where each process may restore from a place of its own.
     """
     facts = {
+        "checkpoint": checkpoint,
         "tree": f"{text.count(len(leaves), 'leaf')} with digest {digest([leaves, meshes])}",
         **{name: repr(value) for name, value in options.must_agree().items()},
         "orbax_ext version": version.__version__,

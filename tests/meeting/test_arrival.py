@@ -154,14 +154,18 @@ def tree(*sizes: int) -> list[Leaf]:
 
 
 def meet(
-    *trees: Sequence[Leaf], options: Sequence[Options] = (Options(),) * 3, limits: Sequence[int] = (1, 1, 1)
+    *trees: Sequence[Leaf],
+    options: Sequence[Options] = (Options(),) * 3,
+    limits: Sequence[int] = (1, 1, 1),
+    checkpoints: Sequence[str] = ("",) * 3,
 ) -> list[int | Exception]:
     """Arrives on one process for each tree; returns the memory limit or the error of each."""
     client = SharedClient()
 
     def run(process: int) -> int:
         with Session(client, process, len(trees), "restore", Limits(stall=30)) as session:
-            return asyncio.run(arrival.arrive(session, trees[process], [MESH], options[process], limits[process]))
+            mine = options[process], limits[process], checkpoints[process]
+            return asyncio.run(arrival.arrive(session, trees[process], [MESH], *mine))
 
     outcomes = on_processes(len(trees), run)
     assert client.key_value_dir_get("") == []
@@ -195,6 +199,13 @@ def test_different_options_are_refused_on_all_processes() -> None:
         assert isinstance(outcome, errors.PlanMismatchError)
         assert "strategy: most have 'auto', but process 1 (" in str(outcome)
         assert "compared with process 0" not in str(outcome)
+
+
+def test_different_checkpoints_of_one_tree_are_refused_on_all_processes() -> None:
+    for outcome in meet(tree(8), tree(8), tree(8), checkpoints=["5/default", "6/default", "5/default"]):
+        assert isinstance(outcome, errors.PlanMismatchError)
+        assert "checkpoint: most have 5/default, but process 1 (" in str(outcome)
+        assert "has 6/default" in str(outcome)
 
 
 def test_a_process_that_failed_before_the_meeting_ends_it_for_all() -> None:

@@ -82,6 +82,15 @@ def test_two_pending_restores_an_ordinary_one_and_a_save(small_cluster: lab.Clus
         assert left == [[]]
 
 
+def test_processes_that_restore_different_steps_are_refused(small_cluster: lab.Cluster, saved: str) -> None:
+    """They would exchange pieces of both."""
+    for texts in small_cluster.run(pending.restore_different_steps, saved):
+        assert len(texts) == 2
+        for text in texts:
+            assert "checkpoint: most have 0/default, but process 1 (" in text
+            assert "has 1/default" in text
+
+
 def test_a_step_that_does_not_exist_is_the_error_of_the_result(small_cluster: lab.Cluster, saved: str) -> None:
     for error, ordinary in small_cluster.run(pending.ask_for_no_step, saved):
         assert error == ordinary

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -41,6 +41,7 @@ STATE = {
     "mask": Spec((32,), "bool"),
     "step": Spec((), "int32"),
 }
+FIRST = (0, 100)  # seed of the first leaf, for each step
 SHARE = 8 * (4 << 20) // 4 + 3 * (1 << 19) // 4  # bytes that a process reads of the large leaves
 SMALL = 64 << 10  # bytes: more than all metadata and small leaves together, less than a share of one layer
 GROUPS: dict[str, Any] = {"broadcast_memory_limit_bytes": 24 << 20}  # several groups
@@ -59,11 +60,11 @@ class Restored:
 
 
 def save(path: str) -> None:
-    """Saves the state as step 0 and, with other values nowhere, as step 1, and for the v1 API."""
+    """Saves the state as step 0, with other values as step 1, as a composite, and for the v1 API."""
     state = states.make_state(STATE, MESH.make())
     with ocp.CheckpointManager(f"{path}/manager") as manager:
-        for step in (0, 1):
-            manager.save(step, args=ocp.args.PyTreeSave(state))
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.save(1, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make(), FIRST[1])))
         manager.wait_until_finished()
     with ocp.CheckpointManager(f"{path}/composite") as manager:
         items = {"params": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave({"epoch": 3})}
@@ -80,8 +81,8 @@ def pytree_args() -> Any:
     return ocp.args.PyTreeRestore(abstract(), restore_args=orbax_ext.restore_args(abstract()))
 
 
-def differences(state: Any) -> list[str]:
-    return states.differences(state, STATE, MESH.make())
+def differences(state: Any, step: int = 0) -> list[str]:
+    return states.differences(state, STATE, MESH.make(), FIRST[step])
 
 
 @contextlib.contextmanager
@@ -270,7 +271,8 @@ def restore(path: str, way: str, *, context: str = "none", **arguments: Any) -> 
         assert state["notes"] == {"epoch": 3}
         state = state["params"]
     assert ocp.type_handlers.get_type_handler(jax.Array) is registered
-    return Restored(differences(state), ahead, read, frozenset(strategy), tuple(threads()))
+    found = differences(state, step=1 if way == "latest_standard" else 0)
+    return Restored(found, ahead, read, frozenset(strategy), tuple(threads()))
 
 
 def restore_in_background(path: str, way: str, context: str) -> Restored:
@@ -331,9 +333,9 @@ def several(path: str) -> list[list[str]]:
     with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         first = orbax_ext.restore_async(made, 0, args=pytree_args())
         second = orbax_ext.restore_async(made, 1, args=pytree_args())
-        found.append(differences(made.restore(1, args=pytree_args())))
+        found.append(differences(made.restore(1, args=pytree_args()), step=1))
         made.save(2, args=ocp.args.PyTreeSave(states.make_state({"step": STATE["step"]}, mesh)))
-        found += [differences(first.result()), differences(second.result())]
+        found += [differences(first.result()), differences(second.result(), step=1)]
         made.wait_until_finished()
         try:
             first.result()
@@ -346,7 +348,20 @@ def several(path: str) -> list[list[str]]:
 def several_in_background(path: str) -> list[list[str]]:
     with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         pending = [orbax_ext.restore_async(made, step, args=pytree_args(), exchange="background") for step in (0, 1)]
-        return [*(differences(one.result()) for one in pending), threads()]
+        return [*(differences(one.result(), step) for step, one in enumerate(pending)), threads()]
+
+
+def restore_different_steps(path: str) -> list[str]:
+    """Returns the errors of an ordinary and of a pending restore, where process 1 asks for another step."""
+    step, texts = int(jax.process_index() == 1), []
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, step, args=pytree_args())
+        restores: list[Callable[[], Any]] = [lambda: made.restore(step, args=pytree_args()), pending.result]
+        for restore in restores:
+            with pytest.raises(orbax_ext.PlanMismatchError) as raised:
+                restore()
+            texts.append(str(raised.value))
+    return texts
 
 
 def fail(path: str, absent: int | None = None, limit: float | None = None, **arguments: Any) -> list[str]:
