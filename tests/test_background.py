@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import gc
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -209,7 +212,7 @@ def test_a_restore_that_is_cancelled_before_it_ends_keeps_nothing(
         before = {id(array) for array in jax.live_arrays()}
         pending = begin(manager, exchange="background")
         assert restored.wait(60)
-        pending._abandon()
+        pending._stop()
         cancelled.set()
         wait(pending)
         assert pending.cancel()
@@ -288,3 +291,34 @@ def test_dropping_a_restore_that_runs_in_the_background_ends_it(
         thread.join(30.0)
         assert not thread.is_alive()
         assert not gate.open.is_set()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_the_interpreter_ends_while_a_restore_is_pending(saved: pathlib.Path, exchange: str) -> None:
+    """A thread that is still there may be inside C++ when the interpreter ends, which aborts the process."""
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests import test_background as b; b.exit_early({str(saved)!r}, {exchange!r})",
+    ]
+    ended = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "left: []"
+    assert "never retrieved" not in ended.stderr
+
+
+def exit_early(path: str, exchange: str) -> None:
+    """Prints what is left of a restore whose program ends while it reads."""
+    reached = threading.Event()
+
+    async def fetch(*given: Any) -> Any:
+        reached.set()
+        return await asyncio.Event().wait()
+
+    atexit.register(lambda: print("left:", [one.name for one in threading.enumerate() if "orbax_ext" in one.name]))
+    boxes.fetch = fetch  # type: ignore[assignment]
+    pending = begin(ocp.CheckpointManager(path), exchange=exchange)
+    assert reached.wait(60)
+    assert not pending.done()
+    sys.exit()

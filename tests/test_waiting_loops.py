@@ -56,7 +56,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     (
         "transfer.pending_restore",
         "_run",
-        "not self._abandoned and (not earlier.wait(timeout=_LOOK_EVERY))",
+        "not self._stopped and (not earlier.wait(timeout=_LOOK_EVERY))",
     ): f"a restore {_ENDS}",
     ("transfer.pending_restore", "finish", "True"): f"its argument `timeout`; without one, a restore {_ENDS}",
     ("transfer.read_ahead", "until_idle", "not self.idle"): _READS,

@@ -46,6 +46,11 @@ async def _while_counting(work: Coroutine[Any, Any, T], count: Callable[[], int]
             elif time.monotonic() - since > stall:
                 raise error
         return task.result()
+    except (Exception, asyncio.CancelledError):
+        task.cancel()
+        if (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0] and not task.cancelled():
+            task.exception()  # otherwise asyncio logs it, and that of each read
+        raise
     finally:
         if not task.get_loop().is_closed():  # Orbax may close it under a restore
             task.cancel()

@@ -14,6 +14,7 @@ from absl import logging
 from orbax_ext.redact import redact
 from orbax_ext.report.progress import ProgressSnapshot, Tracker
 from orbax_ext.transfer import boxes
+from orbax_ext.transfer.at_exit import end_at_exit
 from orbax_ext.transfer.held_blocks import CompilePrograms, HeldBlocks, Unit
 from orbax_ext.upstream.array_handler import without_array_metadata
 
@@ -46,6 +47,7 @@ class HostReads:
         self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="orbax_ext compile")
         self._thread = threading.Thread(target=self._run, daemon=True, name="orbax_ext read into host memory")
         self._thread.start()
+        end_at_exit(self)
 
     @property
     def ended(self) -> bool:
