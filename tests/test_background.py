@@ -180,6 +180,40 @@ def test_storage_that_does_not_answer_ends_a_restore_of_one_process(
     assert raised.value.phases == {0: "read"}
 
 
+def test_the_timeout_ends_a_restore_of_one_process(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Gate(monkeypatch)
+    args, began = ocp.args.StandardRestore(abstract()), time.monotonic()
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(stall_timeout=60.0):
+            pending = begin(manager, host_memory_limit_bytes=0)
+            with pytest.raises(
+                orbax_ext.RestoreTimeoutError, match=r"process 0 has not read all within .* \(timeout\)"
+            ):
+                pending.result(timeout=1.0)
+        late = pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has not read all within 0\.5 s")
+        with orbax_ext.registered(stall_timeout=60.0, timeout=0.5), late:
+            manager.restore(3, args=args)
+    assert time.monotonic() - began < 30
+
+
+def test_the_timeout_is_for_all_items_together(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch, names = boxes.fetch, ("one", "two", "three", "four")
+
+    async def slow(*given: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await fetch(*given)
+
+    monkeypatch.setattr(boxes, "fetch", slow)
+    composite = ocp.args.Composite
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=composite(**{name: ocp.args.StandardSave(state()) for name in names}))
+        manager.wait_until_finished()
+        args = composite(**{name: ocp.args.StandardRestore(abstract()) for name in names})
+        pending = orbax_ext.restore_async(manager, 3, args=args, host_memory_limit_bytes=0)
+        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"\(timeout\)"):
+            pending.result(timeout=3.0)
+
+
 @pytest.mark.parametrize("exchange", ["result", "background"])
 def test_a_cancelled_restore_keeps_nothing(saved: pathlib.Path, exchange: str) -> None:
     with ocp.CheckpointManager(saved) as manager:

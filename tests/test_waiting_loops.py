@@ -46,7 +46,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     (
         "storage.stall",
         "_while_counting",
-        "not (await asyncio.wait({task}, timeout=min(stall, _LOOK_EVERY)))[0]",
+        "not (await asyncio.wait({task}, timeout=min(stall, total, _LOOK_EVERY)))[0]",
     ): "`stall` seconds after the last change of a counter",
     ("transfer.again", "answers", "not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY))[0]"): _READS,
     ("transfer.again", "taken", "count > self._free"): _READS,

@@ -44,7 +44,6 @@ REASONS: dict[tuple[str, str], str] = {
     ): "the lab ends a process after its time limit",
     ("emergency", "await handler.deserialize(infos, [step.args[index] for index in absent])"): "our own handler",
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
-    ("handler", "await self._within(timeout).deserialize(infos, args)"): "our own handler",
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
     ("lab.forked", "self._socket.recv(LONGEST_MESSAGE)"): "the socket has a limit",
     ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",

@@ -29,7 +29,7 @@ _LONGEST_TREE = 48_000  # characters of process 0's tree that are sent to the ot
 
 
 @contextlib.asynccontextmanager
-async def failing_together(options: Options, all_meet: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+async def failing_together(limits: Limits, all_meet: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
     """Raises an error of one process on all processes.
 
     An error that is the same on all of them is raised unchanged, for example as the `ValueError` that it is. After an
@@ -41,7 +41,7 @@ async def failing_together(options: Options, all_meet: Callable[[], bool] = lamb
     except Exception as error:
         if jax.process_count() == 1 or loop.is_closed() or not all_meet():
             raise  # in a closed loop it is an error of cleaning up, perhaps in the middle of a later restore
-        with open_session("restore", Limits(options.stall_timeout, options.timeout)) as session:
+        with open_session("restore", limits) as session:
             try:
                 arrivals = await in_thread(session.arrive, {"failure": failure_to_json(error)})
             except errors.RestoreError:

@@ -91,7 +91,7 @@ def test_an_error_of_a_single_process_is_raised_unchanged() -> None:
     error = ValueError("its own")
 
     async def fail() -> None:
-        async with arrival.failing_together(Options()):
+        async with arrival.failing_together(Limits()):
             raise error
 
     with pytest.raises(ValueError, match="its own") as caught:
@@ -230,7 +230,7 @@ def test_a_failure_in_a_closed_loop_is_not_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arrival, "open_session", lambda *args: pytest.fail("it opens a session"))
 
     async def restore() -> None:
-        async with arrival.failing_together(Options()):
+        async with arrival.failing_together(Limits()):
             try:
                 await asyncio.Event().wait()
             finally:

@@ -366,8 +366,9 @@ def restore_different_steps(path: str) -> list[str]:
 
 def fail(path: str, absent: int | None = None, limit: float | None = None, **arguments: Any) -> list[str]:
     """Returns the error of `result`, twice, and what is left. Process `absent` begins, but asks for no result."""
-    texts = []
-    with orbax_ext.registered(stall_timeout=4.0, **GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+    texts, began = [], time.monotonic()
+    stall = 4.0 if absent is not None and limit is None else PATIENCE  # where it is what ends the restore
+    with orbax_ext.registered(stall_timeout=stall, **GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
         if jax.process_index() == absent:
             pending.cancel()
@@ -377,6 +378,7 @@ def fail(path: str, absent: int | None = None, limit: float | None = None, **arg
                 pending.result(limit)
             assert pending.exception() is raised.value
             texts.append(text_of(raised.value))
+    assert limit is None or time.monotonic() - began < PATIENCE / 2
     return [*texts, *threads()]
 
 
