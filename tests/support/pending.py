@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -430,10 +431,20 @@ def ask_for_no_step(path: str) -> tuple[str, str]:
 
 def wait_a_little(path: str) -> list[Any]:
     """Asks a restore in the background for its result before it can be there, then again."""
-    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+    fetch, go_on = boxes.fetch, threading.Event()
+
+    async def held_back(*given: Any) -> Any:
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return await fetch(*given)
+
+    with (
+        mock.patch.object(boxes, "fetch", held_back),
+        orbax_ext.registered(**GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
         pending = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange="background")
-        try:
+        with pytest.raises(orbax_ext.RestoreTimeoutError) as raised:
             pending.result(timeout=0.0)
-        except orbax_ext.RestoreTimeoutError as error:
-            return [str(error), differences(pending.result(timeout=PATIENCE))]
-    return []
+        go_on.set()
+        return [str(raised.value), differences(pending.result(timeout=PATIENCE))]
