@@ -66,8 +66,7 @@ def register(**knobs: Unpack[HandlerKnobs]) -> BroadcastArrayHandler:
         undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
         undo.callback(emergency.serve(lambda: handler))
         undo.callback(install(steps.HOOKS, functools.partial(from_process_0, limits=handler.limits)))
-        if not s3.s3_enabled():
-            undo.callback(s3.enable_s3_on_first_path())
+        undo.callback(s3.enable_s3_on_first_path())
         set_array_handler(handler)
         _registrations.append(_Registration(dict(knobs), handler, undo.pop_all()))
     return handler
