@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_ext
 from orbax_ext.storage import counters
-from orbax_ext.transfer import boxes
+from orbax_ext.transfer import boxes, pending_restore
 from tests.support import states
 
 
@@ -325,6 +325,59 @@ def test_dropping_a_restore_that_runs_in_the_background_ends_it(
         thread.join(30.0)
         assert not thread.is_alive()
         assert not gate.open.is_set()
+
+
+def registered_handler() -> Any:
+    return ocp.type_handlers.get_type_handler(jax.Array)
+
+
+def test_a_registration_while_a_restore_runs_in_the_background_stays(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stock = Gate(monkeypatch), registered_handler()
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        ours = orbax_ext.register()
+        gate.open.set()
+        assert_restored(pending.result())
+        assert registered_handler() is ours
+        orbax_ext.unregister()
+    assert registered_handler() is stock
+
+
+def test_a_registered_block_around_the_result_of_a_restore_in_the_background_leaves_nothing(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stock = Gate(monkeypatch), registered_handler()
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        with orbax_ext.registered():
+            gate.open.set()
+            assert_restored(pending.result())
+    assert registered_handler() is stock
+
+
+def test_a_restore_in_the_background_keeps_the_registration_with_which_it_was_begun(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ended, strategies = registered_handler(), threading.Event(), []
+    deserialize = orbax_ext.BroadcastArrayHandler.deserialize
+
+    async def noted(handler: Any, *given: Any) -> Any:
+        strategies.append(handler.options.strategy)
+        return await deserialize(handler, *given)
+
+    monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", noted)
+    monkeypatch.setattr(pending_restore, "settings_of_thread", lambda: lambda: ended.wait(60))  # before it looks
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(strategy="direct"):
+            pending = begin(manager, exchange="background")
+        ended.set()
+        assert_restored(pending.result())
+    assert strategies == ["direct"]
+    assert registered_handler() is stock
 
 
 @pytest.mark.once

@@ -52,6 +52,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("meeting.session", "await work"): _WORK,
     ("meeting.threads", "self._lock"): _LOCK,
     ("placement.stacked_restore", "await restore_leaves(infos, stored_args)"): "the restore itself, step by step",
+    ("registration", "_lock"): _LOCK,
     ("report.recorder", "await work"): _WORK,
     ("storage.array_metadata", "await handler.metadata(infos)"): _DESCRIBE,
     ("storage.array_metadata", "await in_thread(snapshot.ask, name, str(infos[0].parent_dir), read_all)"): _DESCRIBE,

@@ -96,7 +96,8 @@ class HostReads:
             pass
         except Exception as error:
             self.error = error
-            logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
+            if not self._stopped:
+                logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
         finally:
             loop.close()
             self._to_compile.put(None)

@@ -156,9 +156,13 @@ class Work(Protocol):
 class ReadAheadRestore:
     """Reads ahead, and restores in `finish`."""
 
-    def __init__(self, restore: Callable[[], Any], scope: Scope, reads: HostReads) -> None:
+    def __init__(
+        self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack, reads: HostReads
+    ) -> None:
+        """`needed` is left at the end."""
         self._restore = restore
         self._scope = scope
+        self._needed = needed
         self._reads = reads
 
     @property
@@ -190,9 +194,11 @@ class ReadAheadRestore:
                 logging.warning("orbax_ext: %s were read ahead, but the restore wants something else", text.size(read))
             self._reads.stop()
             self._reads.join()
+            self._needed.close()
 
     def stop(self) -> None:
         self._reads.stop()
+        self._needed.close()
 
     def join(self) -> None:
         self._reads.join()
@@ -206,9 +212,11 @@ _under_way_lock = threading.Lock()
 class WholeRestore:
     """Restores in a thread. Several run one after the other, so that their programs have the same order everywhere."""
 
-    def __init__(self, restore: Callable[[], Any], scope: Scope) -> None:
+    def __init__(self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack) -> None:
+        """`needed` is left at the end."""
         self._restore = restore
         self._scope = scope
+        self._needed = needed
         self._settings = settings_of_thread()
         self._taking = Taking()
         self._watcher: Watcher | None = None
@@ -270,14 +278,15 @@ class WholeRestore:
 
     def _run(self) -> None:
         try:
-            for earlier in self._earlier:
-                while not self._stopped and not earlier.wait(timeout=_LOOK_EVERY):
-                    pass
-            if self._stopped:
-                raise concurrent.futures.CancelledError
-            self._settings()
-            with self._scope(), self._taking.scope():
-                state = self._restore()
+            with self._needed:
+                for earlier in self._earlier:
+                    while not self._stopped and not earlier.wait(timeout=_LOOK_EVERY):
+                        pass
+                if self._stopped:
+                    raise concurrent.futures.CancelledError
+                self._settings()
+                with self._scope(), self._taking.scope():
+                    state = self._restore()
             with self._lock:
                 if not self._stopped:
                     self._outcome.set_result(state)
