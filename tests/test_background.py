@@ -92,6 +92,23 @@ def test_leaves_of_every_kind_are_restored_and_large_ones_are_read_ahead(saved: 
         before = counters.bytes_read()
         assert_restored(pending.result())
         assert counters.bytes_read() - before < 8 << 10
+        assert pending.progress().done == pending.progress().total >= HELD
+
+
+def test_what_could_not_be_read_ahead_does_not_count_as_done(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = boxes.fetch
+
+    async def nothing_ahead(*given: Any) -> Any:
+        ahead = threading.current_thread().name.startswith("orbax_ext read")
+        return {} if ahead else await fetch(*given)
+
+    monkeypatch.setattr(boxes, "fetch", nothing_ahead)
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        assert wait(pending) == 0
+        assert_restored(pending.result())
 
 
 @pytest.mark.parametrize("exchange", ["result", "background"])

@@ -106,7 +106,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.direct_reads", "await deserialize(handler, infos, args)"): _WORK,
     ("transfer.assembly", "self._lock"): "in a thread that has a limit",
     ("transfer.direct_reads", "turn"): _WORK,
-    ("transfer.host_reads", "self._compiler.join()"): _AHEAD,
     ("transfer.host_reads", "self._to_compile.get()"): "the thread that reads puts an end into it, also if it fails",
     ("transfer.host_reads", "loop.run_until_complete(task)"): _AHEAD,
     ("transfer.verify", "self._free"): _WORK,

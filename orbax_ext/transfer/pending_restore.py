@@ -193,7 +193,7 @@ class ReadAheadRestore:
             if read and not taking.taken:
                 logging.warning("orbax_ext: %s were read ahead, but the restore wants something else", text.size(read))
             self._reads.stop()
-            self._reads.join()
+            self._reads.join_reading()
             self._needed.close()
 
     def stop(self) -> None:
