@@ -316,6 +316,22 @@ def leave(path: str) -> list[tuple[str, int, list[str]]]:
     return left[1:]
 
 
+def held_while_pending(path: str, limit: int) -> int:
+    """Returns the bytes that a restore holds before its result."""
+    tracemalloc.start()
+    held = 0
+    for _ in range(2):  # what the first one leaves is JAX's and Python's
+        gc.collect()
+        before = _held_bytes()
+        with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+            pending = orbax_ext.restore_async(made, 0, args=pytree_args(), host_memory_limit_bytes=limit)
+            assert wait(pending) > 0
+            held = _held_bytes() - before
+            assert pending.cancel()
+    tracemalloc.stop()
+    return held
+
+
 def _held_bytes() -> int:
     """Returns the bytes of Python's memory and of all arrays."""
     return tracemalloc.get_traced_memory()[0] + sum(
@@ -427,6 +443,19 @@ def ask_for_no_step(path: str) -> tuple[str, str]:
         with pytest.raises(Exception, match=r"\w") as ordinary:
             made.restore(77, args=pytree_args())
     return text_of(pending.value), text_of(ordinary.value)
+
+
+def delete_meanwhile(path: str) -> tuple[str, str, list[str]]:
+    """Returns the errors of a pending and of an ordinary restore of a step that is deleted, and what is left."""
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, 1, args=pytree_args())
+        wait(pending)
+        made.delete(1)
+        with pytest.raises(Exception, match=r"\w") as of_pending:
+            pending.result()
+        with pytest.raises(Exception, match=r"\w") as ordinary:
+            made.restore(1, args=pytree_args())
+    return text_of(of_pending.value), text_of(ordinary.value), threads()
 
 
 def wait_a_little(path: str) -> list[Any]:
