@@ -59,9 +59,9 @@ def abstract(
     Reads metadata only. In a job of several processes, all of them must call it: one reads for all.
 
     A leaf keeps the spec that it was saved with, without the axes that the mesh lacks, and unsharded in dimensions that
-    do not divide. It is replicated if its spec is not known. Typed PRNG keys are replicated. Leaves that Orbax does not
-    restore onto devices are what Orbax takes for them in an abstract tree: an array of zeros that takes no memory for
-    a numpy array, and 0, 0.0, False or "" for a scalar or a string.
+    do not divide. It is replicated if its spec is not known. Typed PRNG keys are replicated, also where `specs` says
+    otherwise. Leaves that Orbax does not restore onto devices are what Orbax takes for them in an abstract tree: an
+    array of zeros that takes no memory for a numpy array, and 0, 0.0, False or "" for a scalar or a string.
 
     Args:
       path: A `CheckpointManager`'s directory, a step, or an item in it; a local path or s3://.

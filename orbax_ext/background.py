@@ -15,11 +15,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-import jax
 import orbax.checkpoint as ocp
 
 from orbax_ext import registration
 from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.storage import s3
 from orbax_ext.transfer.held_blocks import HeldBlocks
 from orbax_ext.transfer.host_reads import HostReads
 from orbax_ext.transfer.memory import host_memory_limit
@@ -48,7 +48,8 @@ def restore_async(
     With `exchange="background"` the whole restore runs in another thread. Until `result()` has returned, the program
     must not run anything on its devices that concerns other processes, nor save: compiling is what it may do.
 
-    If orbax_ext is not registered, `result()` registers it, with its defaults, as long as it restores.
+    If orbax_ext is not registered, `result()` registers it, with its defaults, as long as it restores. With
+    `exchange="background"` it is registered until the restore has ended.
 
     Args:
       checkpointer: A `CheckpointManager` or a `Checkpointer`. Its array handlers must not be those of a registry of its
@@ -59,7 +60,7 @@ def restore_async(
       host_memory_limit_bytes: Bytes that may be held in host memory before `result()`; by default what this process
         reads, or an eighth of the host's available memory if that is less.
     """
-    _check(exchange, host_memory_limit_bytes)
+    check(exchange, host_memory_limit_bytes)
     if not isinstance(checkpointer, ocp.CheckpointManager | ocp.Checkpointer):
         raise ValueError(
             f"restore_async takes a CheckpointManager or a Checkpointer; found a {_qualified(type(checkpointer))}. "
@@ -68,8 +69,9 @@ def restore_async(
     if isinstance(checkpointer, ocp.CheckpointManager):
         if step is None:
             step = checkpointer.latest_step()  # a later save must not change what is restored
+        place = checkpointer.directory
     else:
-        step = os.fspath(step)
+        place = step = os.fspath(step)
     items = items_of_restore(checkpointer, step, args)
     _require_registry(items)
 
@@ -78,24 +80,39 @@ def restore_async(
             return super(ocp.StandardCheckpointer, checkpointer).restore(step, args=args)
         return checkpointer.restore(step, args=args)
 
-    sources = [_source(item) for item in items]
-    return begin(restore, sources, served, exchange=exchange, host_memory_limit_bytes=host_memory_limit_bytes)
+    whole = exchange == "background"
+    with contextlib.ExitStack() as needed:
+        needed.enter_context(s3.enabled_for(place))
+        if whole:  # decided here, on all processes alike: the program may unregister before the thread looks
+            needed.enter_context(registration.kept_registered())
+        return begin(
+            restore,
+            [_source(item) for item in items],
+            contextlib.nullcontext if whole else registration.kept_registered,
+            needed,
+            exchange=exchange,
+            host_memory_limit_bytes=host_memory_limit_bytes,
+        )
 
 
 def begin(
     restore: Callable[[], Any],
     sources: Sequence[Callable[[], HeldBlocks | None]],
     scope: Scope,
+    needed: contextlib.ExitStack,
     *,
     exchange: Exchange,
     host_memory_limit_bytes: int | None,
 ) -> PendingRestore:
-    """Begins a restore. `sources` find out what it reads, and `scope` is entered around it."""
-    _check(exchange, host_memory_limit_bytes)
+    """Begins a restore. `sources` find out what it reads. `scope` is entered around it, in the thread that restores.
+
+    `needed` has been entered already. It is left when the restore has ended or was given up, in any thread.
+    """
     if exchange == "background":
-        return PendingRestore(WholeRestore(restore, scope))
+        return PendingRestore(WholeRestore(restore, scope, needed.pop_all()))
     limit = host_memory_limit() if host_memory_limit_bytes is None else host_memory_limit_bytes
-    return PendingRestore(ReadAheadRestore(restore, scope, HostReads(sources, limit, settings_of_thread())))
+    reads = HostReads(sources, limit, settings_of_thread())
+    return PendingRestore(ReadAheadRestore(restore, scope, needed.pop_all(), reads))
 
 
 def _qualified(kind: type) -> str:
@@ -103,7 +120,8 @@ def _qualified(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _check(exchange: Exchange, host_memory_limit_bytes: int | None) -> None:
+def check(exchange: Exchange, host_memory_limit_bytes: int | None) -> None:
+    """Raises `ValueError` for bad arguments."""
     if exchange not in get_args(Exchange):
         raise ValueError(f"exchange must be one of {', '.join(get_args(Exchange))}; found {exchange!r}.")
     if host_memory_limit_bytes is not None and host_memory_limit_bytes < 0:
@@ -132,9 +150,3 @@ def share_of(item: ItemRestore, handler: BroadcastArrayHandler) -> HeldBlocks | 
     """Returns a place for what this process will read of an item; None if that has no arrays. Reads metadata."""
     asked = item.array_request()
     return asyncio.run(handler.share(asked.infos, asked.args)) if asked and asked.infos else None
-
-
-def served() -> contextlib.AbstractContextManager[Any]:
-    """Registers orbax_ext for a block, unless it is registered."""
-    current = ocp.type_handlers.get_type_handler(jax.Array)
-    return contextlib.nullcontext() if registration.serving_handler(current) else registration.registered()

@@ -78,7 +78,7 @@ class _Service:
 
 async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep) -> Sequence[jax.Array]:
     """Returns the leaves of a step, in the order of `step.names`."""
-    async with one_at_a_time(handler.options.stall_timeout):
+    async with one_at_a_time(handler.limits):
         began = time.monotonic()
         arrays, persistent = await _restore_from_hosts(handler, step)
     absent = [index for index in range(len(step.names)) if index not in arrays]
@@ -110,7 +110,7 @@ async def _restore_from_hosts(
     """Returns all leaves but those of which no host has anything, and where to read these."""
     options = handler.options
     with collect.recorded() as recorder, progress.shown(options.progress, recorder):
-        async with arrival.failing_together(options):
+        async with arrival.failing_together(handler.limits):
             with recorder.span("describe"):
                 stall = options.stall_timeout
                 local = await in_thread(step.find_local, limit=stall)

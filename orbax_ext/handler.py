@@ -77,8 +77,6 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
-        if (timeout := taking().timeout) is not None and timeout < (self.options.timeout or timeout + 1):
-            return await self.with_knobs(timeout=timeout).deserialize(infos, args)
         with taking().running():
             return await self._deserialize(infos, args)
 
@@ -89,14 +87,14 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return handler
 
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        async with one_at_a_time(self.options.stall_timeout):
+        async with one_at_a_time(self.limits):
             with loss_explained(args):
-                return await stacked_restore.restore(self, self.options, infos, args, self._restore)
+                return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
             taking().recorder = recorder
-            async with arrival.failing_together(self.options, lambda: may_concern_all_processes(args)):
+            async with arrival.failing_together(self.limits, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
                     request = await self._request(infos, args)
@@ -111,7 +109,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
                 reading = self._read_alone(request, plan, recorder)
-                arrays = await while_bytes_arrive(reading, self.limits.stall, jax.process_index(), "read")
+                arrays = await while_bytes_arrive(reading, self.limits, jax.process_index(), "read")
             if self.options.verify:
                 with recorder.span("verify"):
                     await verify_alone(self.limits, request, arrays)
@@ -126,7 +124,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         ):
             recorder.attach(session)
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
-            agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, self.options, limit)
+            asked = request.leaves, request.mesh_infos, self.options, limit, request.checkpoint
+            agreed = await arrival.arrive(session, *asked)
             if agreed < limit:
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
@@ -181,8 +180,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
 
     @property
     def limits(self) -> Limits:
-        """How long this handler waits for other processes."""
-        return Limits(self.options.stall_timeout, self.options.timeout, self.options.late_seconds)
+        """How long this handler waits, from now on."""
+        return Limits(self.options.stall_timeout, taking().left(self.options.timeout), self.options.late_seconds)
 
     def _anything_travels(self, request: Request) -> bool:
         return anything_travels(request.leaves, request.mesh_infos, self.options, processes=jax.process_count())
@@ -219,24 +218,22 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 
 
 @contextlib.asynccontextmanager
-async def one_at_a_time(stall: float) -> AsyncIterator[None]:
+async def one_at_a_time(limits: Limits) -> AsyncIterator[None]:
     """Lets the restores of one process take turns: two at once could meet another process's in the other order.
 
-    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `stall` seconds, is in no meeting with
-    other processes, and does not end.
+    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `limits.stall` seconds and is in no
+    meeting with other processes, or does not end within `limits.total`.
     """
     loop = asyncio.get_running_loop()
     progress, since = _progress(), time.monotonic()
+    began = since
     while not _turn.take(loop):
         await asyncio.sleep(0.01)
-        if time.monotonic() - since > stall:
+        if limits.total is not None and time.monotonic() - began > limits.total:
+            raise _not_its_turn(f"has not ended within {limits.total:g} s (timeout)")
+        if time.monotonic() - since > limits.stall:
             if _progress() == progress:
-                raise errors.RestoreTimeoutError(
-                    f"another restore of this process has read nothing for {stall:g} s (stall_timeout), and this one "
-                    "can't begin before it ends. Look for what it waits for in the log of this process.",
-                    [jax.process_index()],
-                    {},
-                )
+                raise _not_its_turn(f"has read nothing for {limits.stall:g} s (stall_timeout)")
             progress, since = _progress(), time.monotonic()
     try:
         yield
@@ -247,6 +244,14 @@ async def one_at_a_time(stall: float) -> AsyncIterator[None]:
 def _progress() -> tuple[int, float]:
     """Returns what changes while a restore is healthy: it reads, or waits for others in a session, which has limits."""
     return counters.bytes_read(), last_answer()
+
+
+def _not_its_turn(why: str) -> errors.RestoreTimeoutError:
+    message = (
+        f"another restore of this process {why}, and this one can't begin before it ends. Look for what it waits for "
+        "in the log of this process."
+    )
+    return errors.RestoreTimeoutError(message, [jax.process_index()], {})
 
 
 def _log_meshes(request: Request, options: Options) -> None:

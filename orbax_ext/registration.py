@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, Unpack
 
@@ -38,16 +39,19 @@ class PyTreeKnobs(HandlerKnobs, PyTreeHandlerArguments, total=False):
     """The knobs of `BroadcastArrayHandler`, and the arguments of `PyTreeCheckpointHandler`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Registration:
-    """One call of `register`, and what undoes it."""
+    """One call of `register` or `kept_registered`, and what undoes it."""
 
     knobs: dict[str, Any]
     handler: BroadcastArrayHandler
+    previous: type_handlers.TypeHandler  # to put back
     undo: contextlib.ExitStack
+    owner: int | None  # the thread that called `register`
 
 
 _registrations: list[_Registration] = []  # those in force, the latest last
+_lock = threading.RLock()
 
 
 @options.with_knobs_in_signature
@@ -59,38 +63,56 @@ def register(**knobs: Unpack[HandlerKnobs]) -> BroadcastArrayHandler:
     new handler has the settings of the one that it replaces. Paths that begin with s3:// work from here on, with the
     settings of the environment unless `storage.enable_s3` was called before.
     """
-    previous = type_handlers.get_type_handler(jax.Array)
-    handler = _replacement(previous, dict(knobs))
-    with contextlib.ExitStack() as undo:
-        undo.callback(set_array_handler, previous)
+    with _lock, contextlib.ExitStack() as undo:
+        handler = _replacement(type_handlers.get_type_handler(jax.Array), dict(knobs))
         undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
         undo.callback(emergency.serve(lambda: handler))
         undo.callback(install(steps.HOOKS, functools.partial(from_process_0, limits=handler.limits)))
         undo.enter_context(s3.waiting_within(handler.limits))
-        if not s3.s3_enabled():
-            undo.callback(s3.enable_s3_on_first_path())
-        set_array_handler(handler)
-        _registrations.append(_Registration(dict(knobs), handler, undo.pop_all()))
+        undo.callback(s3.enable_s3_on_first_path())
+        _add(dict(knobs), handler, undo.pop_all(), threading.get_ident())
     return handler
 
 
 def unregister() -> None:
     """Undoes the latest `register`: restores the handler that it replaced and all functions that it hooked."""
-    if not _registrations:
+    registrations = [one for one in _registrations if one.owner is not None]
+    if not registrations:
         raise ValueError("orbax_ext is not registered: there is nothing to undo.")
-    _undo_registrations(len(_registrations) - 1)
+    _undo(registrations[-1])
 
 
 @options.with_knobs_in_signature
 @contextlib.contextmanager
 def registered(**knobs: Unpack[HandlerKnobs]) -> Iterator[BroadcastArrayHandler]:
     """Calls `register` for a block, and afterwards undoes it and every `register` inside that is still in force."""
-    depth, previous = len(_registrations), type_handlers.get_type_handler(jax.Array)
+    before = [*_registrations]
     try:
         yield register(**knobs)
     finally:
-        _undo_registrations(depth)
-        set_array_handler(previous)
+        mine = [one for one in _registrations if one not in before and one.owner == threading.get_ident()]
+        for registration in reversed(mine):
+            _undo(registration)
+
+
+@contextlib.contextmanager
+def kept_registered() -> Iterator[None]:
+    """Keeps orbax_ext registered for a block as it is now, or with its defaults if it is not.
+
+    Whatever is registered and undone meanwhile makes no difference to what restores in the block, and the block none to
+    what is registered after it. It may end in another thread.
+    """
+    with _lock, contextlib.ExitStack() as undo:
+        current = type_handlers.get_type_handler(jax.Array)
+        handler = serving_handler(current) or handler_in_place_of(current)
+        knobs = _registrations[-1].knobs if _registrations else {}
+        undo.callback(install(stock_handlers.HOOKS, _handler_for_stock))
+        undo.enter_context(s3.waiting_within(handler.limits))
+        registration = _add(knobs, handler, undo.pop_all(), None)
+    try:
+        yield
+    finally:
+        _undo(registration)
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -105,17 +127,33 @@ def stock_handler_is_unserved() -> bool:
     return stock and not isinstance(handler, BroadcastArrayHandler) and not _registrations
 
 
-def _undo_registrations(depth: int) -> None:
-    """Undoes all registrations after the first `depth`, the latest first."""
-    while len(_registrations) > depth:
-        _registrations.pop().undo.close()
+def _add(
+    knobs: dict[str, Any], handler: BroadcastArrayHandler, undo: contextlib.ExitStack, owner: int | None
+) -> _Registration:
+    registration = _Registration(knobs, handler, type_handlers.get_type_handler(jax.Array), undo, owner)
+    set_array_handler(handler)
+    _registrations.append(registration)
+    return registration
+
+
+def _undo(registration: _Registration) -> None:
+    """Undoes a registration, also if it is not the latest: then that one will put back what this one has replaced."""
+    with _lock:
+        position = _registrations.index(registration)
+        del _registrations[position]
+        if position < len(_registrations):
+            _registrations[position].previous = registration.previous
+        elif registration.owner is not None or type_handlers.get_type_handler(jax.Array) is registration.handler:
+            set_array_handler(registration.previous)
+        registration.undo.close()
 
 
 def _handler_for_stock(stock: type_handlers.ArrayHandler) -> BroadcastArrayHandler | None:
     """Returns the handler that restores in place of a stock single-replica handler; None to let that one restore."""
     if not _registrations or isinstance(stock, BroadcastArrayHandler) or uses_pathways(stock):
         return None
-    registration = _registrations[-1]
+    # One that is only kept ends with a restore: the handler has to save after that.
+    registration = next((one for one in reversed(_registrations) if one.owner is not None), _registrations[-1])
     if type_handlers.get_type_handler(jax.Array) is stock:
         # Whoever registered it saves with it from here on. A private registry saves with what its owner gave it.
         registration.undo.callback(lend_array_metadata_store(stock, registration.handler))

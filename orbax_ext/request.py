@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from orbax_ext.plan import Leaf, MeshInfo
 from orbax_ext.storage import array_metadata
 from orbax_ext.upstream import runtime
 from orbax_ext.upstream.array_handler import Format, SavedArray, ShardingMetadata, saved_arrays
+from orbax_ext.upstream.stored_arrays import checkpoint_of
 
 _OTHER_SHARDING = "its sharding is a "
 
@@ -47,6 +50,12 @@ class Request:
     @functools.cached_property  # used once for each leaf here and there
     def leaves(self) -> list[Leaf]:
         return [request.leaf for request in self.leaf_requests]
+
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint: its step and item. Not its whole path, since hosts may mount it elsewhere."""
+        directory = checkpoint_of(self.leaf_requests[0].info)
+        return "" if directory is None else "/".join(pathlib.PurePath(os.fspath(directory)).parts[-2:])
 
     @property
     def device_bytes(self) -> int:

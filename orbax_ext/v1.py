@@ -25,7 +25,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 from etils import epath
 
 from orbax_ext import options
-from orbax_ext.background import Exchange, begin, share_of
+from orbax_ext.background import Exchange, begin, check, share_of
 from orbax_ext.handler import BroadcastArrayHandler, HandlerKnobs
 from orbax_ext.registration import handler_for_v1, restore_args
 from orbax_ext.storage import checkpoint, s3
@@ -70,6 +70,7 @@ def load_async(
     It has all options of the Context that is active now, also if `result()` is called outside of it. The knobs are
     those of `context`, if it is active; otherwise those of `orbax_ext.register`; otherwise the defaults.
     """
+    check(exchange, host_memory_limit_bytes)
     active = active_v1_context()
     _install_hook()
     loading = v1_context_with(active, _knobs_of(active))
@@ -78,24 +79,26 @@ def load_async(
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
-        with s3.enabled_for(path), v1_context_with(loading, _knobs_of(loading)):
+        with v1_context_with(loading, _knobs_of(loading)):
             yield
 
     def describe() -> HeldBlocks | None:
         args = ocp.args.PyTreeRestore(partial_restore=loads_in_part(loading))
         if abstract is not None:
             args.item, args.restore_args = abstract, restore_args(abstract)
-        with s3.enabled_for(path):
-            return share_of(item_at(_item(path, load_kwargs), args), handler)
+        return share_of(item_at(_item(path, load_kwargs), args), handler)
 
     load = getattr(ocp_v1, "load", None) or ocp_v1.load_pytree  # which is deprecated since there is `load`
-    return begin(
-        lambda: load(path, abstract, **load_kwargs),
-        [describe],
-        scope,
-        exchange=exchange,
-        host_memory_limit_bytes=host_memory_limit_bytes,
-    )
+    with contextlib.ExitStack() as needed:
+        needed.enter_context(s3.enabled_for(path))
+        return begin(
+            lambda: load(path, abstract, **load_kwargs),
+            [describe],
+            scope,
+            needed,
+            exchange=exchange,
+            host_memory_limit_bytes=host_memory_limit_bytes,
+        )
 
 
 def _knobs_of(context: Any) -> dict[str, Any]:

@@ -141,6 +141,14 @@ def test_specs_override_by_pattern_and_the_first_match_counts(saved: pathlib.Pat
     assert any("the pattern 'param.*' of specs matches no leaf" in line for line in lines)
 
 
+def test_the_log_says_that_keys_are_replicated_whatever_the_specs_say(saved: pathlib.Path) -> None:
+    with states.logged() as lines:
+        tree = orbax_ext.abstract(saved, mesh("x", "y"), specs={"key": P("x")})
+    assert tree["key"].sharding.spec == P()
+    because = "replicated whatever the given specs say, because they are typed PRNG keys: key"
+    assert any(because in line for line in lines)
+
+
 def test_dtype_is_for_floating_point_arrays_alone(saved: pathlib.Path) -> None:
     restored = orbax_ext.restore(saved, dtype=jnp.float32)
     assert restored["params"]["layers"][0].dtype == jnp.float32

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import gc
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -20,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_ext
 from orbax_ext.storage import counters
-from orbax_ext.transfer import boxes
+from orbax_ext.transfer import boxes, pending_restore
 from tests.support import states
 
 
@@ -89,6 +92,23 @@ def test_leaves_of_every_kind_are_restored_and_large_ones_are_read_ahead(saved: 
         before = counters.bytes_read()
         assert_restored(pending.result())
         assert counters.bytes_read() - before < 8 << 10
+        assert pending.progress().done == pending.progress().total >= HELD
+
+
+def test_what_could_not_be_read_ahead_does_not_count_as_done(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = boxes.fetch
+
+    async def nothing_ahead(*given: Any) -> Any:
+        ahead = threading.current_thread().name.startswith("orbax_ext read")
+        return {} if ahead else await fetch(*given)
+
+    monkeypatch.setattr(boxes, "fetch", nothing_ahead)
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        assert wait(pending) == 0
+        assert_restored(pending.result())
 
 
 @pytest.mark.parametrize("exchange", ["result", "background"])
@@ -168,13 +188,47 @@ def test_storage_that_does_not_answer_ends_a_restore_of_one_process(
         return await asyncio.Event().wait()
 
     monkeypatch.setattr(boxes, "fetch", never)
-    with orbax_ext.registered(stall_timeout=0.5), ocp.CheckpointManager(saved) as manager:
+    with orbax_ext.registered(stall_timeout=3.0), ocp.CheckpointManager(saved) as manager:  # metadata has it too
         pending = begin(manager, **({"host_memory_limit_bytes": 0} if stuck == "restore" else {}))
         assert stuck == "restore" or reached.wait(60)
-        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has read nothing for 0\.5 s") as raised:
+        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has read nothing for 3 s") as raised:
             pending.result()
     assert raised.value.missing == (0,)
     assert raised.value.phases == {0: "read"}
+
+
+def test_the_timeout_ends_a_restore_of_one_process(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Gate(monkeypatch)
+    args, began = ocp.args.StandardRestore(abstract()), time.monotonic()
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(stall_timeout=60.0):
+            pending = begin(manager, host_memory_limit_bytes=0)
+            with pytest.raises(
+                orbax_ext.RestoreTimeoutError, match=r"process 0 has not read all within .* \(timeout\)"
+            ):
+                pending.result(timeout=1.0)
+        late = pytest.raises(orbax_ext.RestoreTimeoutError, match=r"process 0 has not read all within 0\.5 s")
+        with orbax_ext.registered(stall_timeout=60.0, timeout=0.5), late:
+            manager.restore(3, args=args)
+    assert time.monotonic() - began < 30
+
+
+def test_the_timeout_is_for_all_items_together(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch, names = boxes.fetch, ("one", "two", "three", "four")
+
+    async def slow(*given: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await fetch(*given)
+
+    monkeypatch.setattr(boxes, "fetch", slow)
+    composite = ocp.args.Composite
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=composite(**{name: ocp.args.StandardSave(state()) for name in names}))
+        manager.wait_until_finished()
+        args = composite(**{name: ocp.args.StandardRestore(abstract()) for name in names})
+        pending = orbax_ext.restore_async(manager, 3, args=args, host_memory_limit_bytes=0)
+        with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"\(timeout\)"):
+            pending.result(timeout=3.0)
 
 
 @pytest.mark.parametrize("exchange", ["result", "background"])
@@ -209,7 +263,7 @@ def test_a_restore_that_is_cancelled_before_it_ends_keeps_nothing(
         before = {id(array) for array in jax.live_arrays()}
         pending = begin(manager, exchange="background")
         assert restored.wait(60)
-        pending._abandon()
+        pending._stop()
         cancelled.set()
         wait(pending)
         assert pending.cancel()
@@ -288,3 +342,87 @@ def test_dropping_a_restore_that_runs_in_the_background_ends_it(
         thread.join(30.0)
         assert not thread.is_alive()
         assert not gate.open.is_set()
+
+
+def registered_handler() -> Any:
+    return ocp.type_handlers.get_type_handler(jax.Array)
+
+
+def test_a_registration_while_a_restore_runs_in_the_background_stays(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stock = Gate(monkeypatch), registered_handler()
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        ours = orbax_ext.register()
+        gate.open.set()
+        assert_restored(pending.result())
+        assert registered_handler() is ours
+        orbax_ext.unregister()
+    assert registered_handler() is stock
+
+
+def test_a_registered_block_around_the_result_of_a_restore_in_the_background_leaves_nothing(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stock = Gate(monkeypatch), registered_handler()
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        with orbax_ext.registered():
+            gate.open.set()
+            assert_restored(pending.result())
+    assert registered_handler() is stock
+
+
+def test_a_restore_in_the_background_keeps_the_registration_with_which_it_was_begun(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ended, strategies = registered_handler(), threading.Event(), []
+    deserialize = orbax_ext.BroadcastArrayHandler.deserialize
+
+    async def noted(handler: Any, *given: Any) -> Any:
+        strategies.append(handler.options.strategy)
+        return await deserialize(handler, *given)
+
+    monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", noted)
+    monkeypatch.setattr(pending_restore, "settings_of_thread", lambda: lambda: ended.wait(60))  # before it looks
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(strategy="direct"):
+            pending = begin(manager, exchange="background")
+        ended.set()
+        assert_restored(pending.result())
+    assert strategies == ["direct"]
+    assert registered_handler() is stock
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_the_interpreter_ends_while_a_restore_is_pending(saved: pathlib.Path, exchange: str) -> None:
+    """A thread that is still there may be inside C++ when the interpreter ends, which aborts the process."""
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests import test_background as b; b.exit_early({str(saved)!r}, {exchange!r})",
+    ]
+    ended = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "left: []"
+    assert "never retrieved" not in ended.stderr
+
+
+def exit_early(path: str, exchange: str) -> None:
+    """Prints what is left of a restore whose program ends while it reads."""
+    reached = threading.Event()
+
+    async def fetch(*given: Any) -> Any:
+        reached.set()
+        return await asyncio.Event().wait()
+
+    atexit.register(lambda: print("left:", [one.name for one in threading.enumerate() if "orbax_ext" in one.name]))
+    boxes.fetch = fetch  # type: ignore[assignment]
+    pending = begin(ocp.CheckpointManager(path), exchange=exchange)
+    assert reached.wait(60)
+    assert not pending.done()
+    sys.exit()

@@ -31,8 +31,8 @@ def other_restore() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def restore(stall: float) -> str:
-    async with handler.one_at_a_time(stall):
+async def restore(stall: float, total: float | None = None) -> str:
+    async with handler.one_at_a_time(Limits(stall, total)):
         return "restored"
 
 
@@ -74,6 +74,15 @@ def test_a_restore_waits_for_one_that_waits_for_other_processes(
             return await restoring
 
         assert asyncio.run(meet()) == "restored"
+
+
+def test_a_restore_waits_for_one_that_reads_within_its_own_limit(
+    other_restore: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "bytes_read", iter(range(10**6)).__next__)
+    with pytest.raises(errors.RestoreTimeoutError, match=r"another restore .* has not ended within 0\.2 s \(timeout\)"):
+        asyncio.run(restore(60, 0.2))
+    other_restore.close()
 
 
 @pytest.mark.parametrize("strategy", ["direct", "auto"])

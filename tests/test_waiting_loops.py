@@ -46,7 +46,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     (
         "storage.stall",
         "_while_counting",
-        "not (await asyncio.wait({task}, timeout=min(stall, _LOOK_EVERY)))[0]",
+        "not (await asyncio.wait({task}, timeout=min(stall, total, _LOOK_EVERY)))[0]",
     ): "`stall` seconds after the last change of a counter",
     ("transfer.again", "answers", "not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY))[0]"): _READS,
     ("transfer.again", "taken", "count > self._free"): _READS,
@@ -56,7 +56,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     (
         "transfer.pending_restore",
         "_run",
-        "not self._abandoned and (not earlier.wait(timeout=_LOOK_EVERY))",
+        "not self._stopped and (not earlier.wait(timeout=_LOOK_EVERY))",
     ): f"a restore {_ENDS}",
     ("transfer.pending_restore", "finish", "True"): f"its argument `timeout`; without one, a restore {_ENDS}",
     ("transfer.read_ahead", "until_idle", "not self.idle"): _READS,

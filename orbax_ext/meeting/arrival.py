@@ -29,7 +29,7 @@ _LONGEST_TREE = 48_000  # characters of process 0's tree that are sent to the ot
 
 
 @contextlib.asynccontextmanager
-async def failing_together(options: Options, all_meet: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+async def failing_together(limits: Limits, all_meet: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
     """Raises an error of one process on all processes.
 
     An error that is the same on all of them is raised unchanged, for example as the `ValueError` that it is. After an
@@ -41,7 +41,7 @@ async def failing_together(options: Options, all_meet: Callable[[], bool] = lamb
     except Exception as error:
         if jax.process_count() == 1 or loop.is_closed() or not all_meet():
             raise  # in a closed loop it is an error of cleaning up, perhaps in the middle of a later restore
-        with open_session("restore", Limits(options.stall_timeout, options.timeout)) as session:
+        with open_session("restore", limits) as session:
             try:
                 arrivals = await in_thread(session.arrive, {"failure": failure_to_json(error)})
             except errors.RestoreError:
@@ -52,14 +52,21 @@ async def failing_together(options: Options, all_meet: Callable[[], bool] = lamb
 
 
 async def arrive(
-    session: Session, leaves: Sequence[Leaf], meshes: Sequence[MeshInfo], options: Options, memory_limit: int
+    session: Session,
+    leaves: Sequence[Leaf],
+    meshes: Sequence[MeshInfo],
+    options: Options,
+    memory_limit: int,
+    checkpoint: str = "",
 ) -> int:
     """Waits for all processes and returns the memory limit that all of them keep to, which is the smallest.
 
     Raises `RestoreFailedError` if a process has failed already, and `PlanMismatchError` if the processes ask for
-    different trees, have different options or run different versions.
+    different trees or checkpoints, have different options or run different versions. `checkpoint` is the name of the
+    checkpoint; it is empty where each process may restore from a place of its own.
     """
     facts = {
+        "checkpoint": checkpoint,
         "tree": f"{text.count(len(leaves), 'leaf')} with digest {digest([leaves, meshes])}",
         **{name: repr(value) for name, value in options.must_agree().items()},
         "orbax_ext version": version.__version__,

@@ -20,7 +20,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext import errors
 from orbax_ext import text as text_lib
 from orbax_ext.meeting.arrival import failing_together
-from orbax_ext.options import Options
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.placement import pieces, specs, stacked
 from orbax_ext.redact import redact
 from orbax_ext.storage import array_metadata
@@ -53,7 +53,7 @@ def require_shardings(abstract: Any) -> None:
 
 async def restore(
     handler: type_handlers.ArrayHandler,
-    options: Options,
+    limits: Limits,
     infos: Sequence[Any],
     args: Sequence[Any],
     restore_leaves: RestoreLeaves,
@@ -62,8 +62,8 @@ async def restore(
 
     If a restore fails and its leaves differ by a leading axis that the args do not allow for, the error says so.
     """
-    async with failing_together(options):  # the others wait for this process at the first meeting of the restore
-        conversions = await while_storage_answers(_conversions(handler, infos, args), options.stall_timeout)
+    async with failing_together(limits):  # the others wait for this process at the first meeting of the restore
+        conversions = await while_storage_answers(_conversions(handler, infos, args), limits.stall)
     stored_args = [conversions[index].args if index in conversions else arg for index, arg in enumerate(args)]
     try:
         arrays = await restore_leaves(infos, stored_args)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from orbax_ext import errors
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.storage import counters
 
 T = TypeVar("T")
@@ -22,30 +24,48 @@ async def while_storage_answers(work: Coroutine[Any, Any, T], stall: float) -> T
     return await _while_counting(work, counters.requests, stall, error)
 
 
-async def while_bytes_arrive(work: Coroutine[Any, Any, T], stall: float, process: int, phase: str) -> T:
+async def while_bytes_arrive(work: Coroutine[Any, Any, T], limits: Limits, process: int, phase: str) -> T:
     """Awaits what a process reads without the others, whose session would watch it.
 
-    Raises `RestoreTimeoutError` if it reads nothing for `stall` seconds.
+    Raises `RestoreTimeoutError` if it reads nothing for `limits.stall` seconds, or has not ended after `limits.total`.
     """
-    message = (
-        f"process {process} has read nothing for {stall:g} s (stall_timeout), in phase {phase!r}: storage does not "
-        "answer. This restore reads on each process by itself; the others may have ended theirs."
-    )
-    error = errors.RestoreTimeoutError(message, [process], {process: phase})
-    return await _while_counting(work, counters.bytes_read, stall, error)
+
+    def error(what: str) -> errors.RestoreTimeoutError:
+        others = "This restore reads on each process by itself; the others may have ended theirs."
+        return errors.RestoreTimeoutError(f"process {process} has {what}. {others}", [process], {process: phase})
+
+    stall, total = limits.stall, math.inf if limits.total is None else limits.total
+    silent = error(f"read nothing for {stall:g} s (stall_timeout), in phase {phase!r}: storage does not answer")
+    late = error(f"not read all within {total:g} s (timeout), in phase {phase!r}")
+    return await _while_counting(work, counters.bytes_read, stall, silent, total, late)
 
 
-async def _while_counting(work: Coroutine[Any, Any, T], count: Callable[[], int], stall: float, error: Exception) -> T:
-    """Awaits work; raises the error if `count` has not changed for `stall` seconds."""
+async def _while_counting(
+    work: Coroutine[Any, Any, T],
+    count: Callable[[], int],
+    stall: float,
+    silent: Exception,
+    total: float = math.inf,
+    late: Exception | None = None,
+) -> T:
+    """Awaits work; raises `silent` if `count` has not changed for `stall` seconds, `late` after `total` seconds."""
     task = asyncio.ensure_future(work)
     counted, since = count(), time.monotonic()
+    deadline = since + total
     try:
-        while not (await asyncio.wait({task}, timeout=min(stall, _LOOK_EVERY)))[0]:
+        while not (await asyncio.wait({task}, timeout=min(stall, total, _LOOK_EVERY)))[0]:
+            if late is not None and time.monotonic() >= deadline:
+                raise late
             if count() != counted:
                 counted, since = count(), time.monotonic()
             elif time.monotonic() - since > stall:
-                raise error
+                raise silent
         return task.result()
+    except (Exception, asyncio.CancelledError):
+        task.cancel()
+        if (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0] and not task.cancelled():
+            task.exception()  # otherwise asyncio logs it, and that of each read
+        raise
     finally:
         if not task.get_loop().is_closed():  # Orbax may close it under a restore
             task.cancel()

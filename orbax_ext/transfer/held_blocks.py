@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -207,11 +208,18 @@ class Taking:
     def __init__(self, held: Sequence[HeldBlocks] = (), timeout: float | None = None) -> None:
         """`timeout`: seconds that the restore may take, if that is less than its handler's own limit."""
         self.held = held
-        self.timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self.taken = 0  # restores that have found blocks
         self.recorder: Recorder | None = None  # of the restore, once it has begun
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._cancelled = False
+
+    def left(self, timeout: float | None) -> float | None:
+        """Returns the seconds that the restore may still take; at most `timeout`."""
+        if self._deadline is None:
+            return timeout
+        left = max(0.0, round(self._deadline - time.monotonic(), 1))  # messages say it
+        return left if timeout is None else min(left, timeout)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -14,11 +14,13 @@ from absl import logging
 from orbax_ext.redact import redact
 from orbax_ext.report.progress import ProgressSnapshot, Tracker
 from orbax_ext.transfer import boxes
+from orbax_ext.transfer.at_exit import end_at_exit
 from orbax_ext.transfer.held_blocks import CompilePrograms, HeldBlocks, Unit
 from orbax_ext.upstream.array_handler import without_array_metadata
 
 _AT_A_TIME = 2  # units, so that storage is never idle
-_JOIN_LIMIT = 5.0  # seconds to wait for the thread; a read that storage does not answer is not waited for
+_JOIN_LIMIT = 5.0  # seconds to wait for a thread; a read that storage does not answer is not waited for
+_LOOK_EVERY = 0.1  # seconds
 
 Source = Callable[[], HeldBlocks | None]  # finds out what will be restored; may read metadata
 
@@ -31,7 +33,7 @@ class HostReads:
         self.held: list[HeldBlocks] = []
         self.error: Exception | None = None  # why nothing more is read ahead
         self._sources = sources
-        self._room = limit
+        self._limit = self._room = limit
         self._settings = settings
         self._done = 0  # bytes
         self._tracker = Tracker()
@@ -46,6 +48,7 @@ class HostReads:
         self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="orbax_ext compile")
         self._thread = threading.Thread(target=self._run, daemon=True, name="orbax_ext read into host memory")
         self._thread.start()
+        end_at_exit(self)
 
     @property
     def ended(self) -> bool:
@@ -54,7 +57,7 @@ class HostReads:
 
     def progress(self) -> ProgressSnapshot:
         """Returns how far this process's reading is."""
-        total = min(sum(held.bytes for held in self.held), self._done + self._room)
+        total = max(self._done, min(sum(held.bytes for held in self.held), self._limit))  # `stop` forgets the first
         return self._tracker.look(time.monotonic(), "read ahead", total, (0, total), {0: self._done}, {})
 
     def describe_no_more(self) -> None:
@@ -73,7 +76,13 @@ class HostReads:
             held.drop()
 
     def join(self) -> None:
-        """Waits a few seconds for the thread to end."""
+        """Waits a few seconds for all threads to end."""
+        self.join_reading()
+        if self._compiler.ident is not None and threading.current_thread() is not self._compiler:
+            self._compiler.join(_JOIN_LIMIT)
+
+    def join_reading(self) -> None:
+        """Waits a few seconds for the thread that reads to end. A program may be compiled for much longer."""
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_LIMIT)
 
@@ -94,15 +103,16 @@ class HostReads:
             pass
         except Exception as error:
             self.error = error
-            logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
+            if not self._stopped:
+                logging.warning("orbax_ext: can't read ahead, the restore reads all itself: %s", redact(repr(error)))
         finally:
             loop.close()
             self._to_compile.put(None)
             if self._stopped:
                 for held in self.held:
                     held.drop()
-            if self._compiler.ident is not None:
-                self._compiler.join()  # until then the restore would have to wait for it
+            while self._compiler.is_alive() and not self._given_up.is_set():
+                self._compiler.join(_LOOK_EVERY)  # until then the restore would have to wait for it
 
     def _compile_all(self) -> None:
         self._settings()
@@ -153,5 +163,8 @@ class HostReads:
                 shape = item.block.shape
                 blocks[item.index] = {device: block.reshape(shape) for device, block in blocks[item.index].items()}
         unit.blocks.set_result(blocks)
-        self._done += unit.bytes
+        held_bytes = sum(boxes.fetched_bytes(item) for item in unit.items if item.index in blocks)
+        self._room += unit.bytes - held_bytes
+        unit.bytes = held_bytes  # the rest could not be read, and is left to the restore
+        self._done += held_bytes
         self.progress()  # the rate is that between looks

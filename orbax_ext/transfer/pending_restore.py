@@ -18,6 +18,7 @@ from absl import logging
 
 from orbax_ext import errors, text
 from orbax_ext.report.progress import ProgressSnapshot, Watcher
+from orbax_ext.transfer.at_exit import end_at_exit
 from orbax_ext.transfer.held_blocks import Taking
 from orbax_ext.transfer.host_reads import HostReads
 from orbax_ext.upstream.runtime import settings_of_thread
@@ -40,7 +41,8 @@ class PendingRestore:
         self._lock = threading.Lock()
         self._begun = False  # `result` was called, or `cancel`
         self._error: BaseException | None = None
-        self._abandon = weakref.finalize(self, work.abandon)
+        self._stop = weakref.finalize(self, work.stop)
+        self._stop.atexit = False  # `end_at_exit` does more: it waits
 
     def result(self, timeout: float | None = None) -> Any:
         """Ends the restore and returns what `checkpointer.restore` returns, once: it keeps no reference.
@@ -70,9 +72,9 @@ class PendingRestore:
             raise late.error from None
         except BaseException as error:
             self._error = error
-            self._abandon()
+            self._stop()
             raise
-        self._abandon()
+        self._stop()
         return state
 
     def done(self) -> bool:
@@ -97,7 +99,7 @@ class PendingRestore:
             if self._begun:
                 return isinstance(self._error, concurrent.futures.CancelledError)
             self._begun, self._error = True, concurrent.futures.CancelledError("this restore was cancelled")
-        self._abandon()
+        self._stop()
         self._work.join()
         return True
 
@@ -144,7 +146,7 @@ class Work(Protocol):
     def finish(self, timeout: float | None) -> Any:
         """Returns the restored state."""
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """Ends everything without waiting for it."""
 
     def join(self) -> None:
@@ -154,9 +156,13 @@ class Work(Protocol):
 class ReadAheadRestore:
     """Reads ahead, and restores in `finish`."""
 
-    def __init__(self, restore: Callable[[], Any], scope: Scope, reads: HostReads) -> None:
+    def __init__(
+        self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack, reads: HostReads
+    ) -> None:
+        """`needed` is left at the end."""
         self._restore = restore
         self._scope = scope
+        self._needed = needed
         self._reads = reads
 
     @property
@@ -187,10 +193,12 @@ class ReadAheadRestore:
             if read and not taking.taken:
                 logging.warning("orbax_ext: %s were read ahead, but the restore wants something else", text.size(read))
             self._reads.stop()
-            self._reads.join()
+            self._reads.join_reading()
+            self._needed.close()
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         self._reads.stop()
+        self._needed.close()
 
     def join(self) -> None:
         self._reads.join()
@@ -204,15 +212,17 @@ _under_way_lock = threading.Lock()
 class WholeRestore:
     """Restores in a thread. Several run one after the other, so that their programs have the same order everywhere."""
 
-    def __init__(self, restore: Callable[[], Any], scope: Scope) -> None:
+    def __init__(self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack) -> None:
+        """`needed` is left at the end."""
         self._restore = restore
         self._scope = scope
+        self._needed = needed
         self._settings = settings_of_thread()
         self._taking = Taking()
         self._watcher: Watcher | None = None
-        self._abandoned = False
+        self._stopped = False
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._lock = threading.RLock()  # of both; `abandon` may be called wherever Python collects garbage
+        self._lock = threading.RLock()  # of both; `stop` may be called wherever Python collects garbage
         self._over = threading.Event()
         with _under_way_lock:
             self._earlier = tuple(_under_way)
@@ -220,6 +230,7 @@ class WholeRestore:
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, daemon=True, name="orbax_ext restore")
         self._thread.start()
+        end_at_exit(self)
 
     @property
     def ended(self) -> bool:
@@ -227,7 +238,8 @@ class WholeRestore:
 
     @property
     def error(self) -> BaseException | None:
-        return self._outcome.exception(timeout=0) if self._outcome.done() else None
+        outcome = self._outcome  # `stop` may put another one there
+        return outcome.exception(timeout=0) if outcome.done() else None
 
     def progress(self) -> ProgressSnapshot:
         recorder = self._taking.recorder
@@ -254,9 +266,9 @@ class WholeRestore:
                 message = f"the restore has not ended within {timeout:g} s on process {here}, in phase {phase!r}"
                 raise _NotYetError(errors.RestoreTimeoutError(message, [here], {here: phase}))
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         with self._lock:
-            self._abandoned = True
+            self._stopped = True
             self._outcome = concurrent.futures.Future()  # it may have the state already
         self._taking.cancel()
 
@@ -266,20 +278,21 @@ class WholeRestore:
 
     def _run(self) -> None:
         try:
-            for earlier in self._earlier:
-                while not self._abandoned and not earlier.wait(timeout=_LOOK_EVERY):
-                    pass
-            if self._abandoned:
-                raise concurrent.futures.CancelledError
-            self._settings()
-            with self._scope(), self._taking.scope():
-                state = self._restore()
+            with self._needed:
+                for earlier in self._earlier:
+                    while not self._stopped and not earlier.wait(timeout=_LOOK_EVERY):
+                        pass
+                if self._stopped:
+                    raise concurrent.futures.CancelledError
+                self._settings()
+                with self._scope(), self._taking.scope():
+                    state = self._restore()
             with self._lock:
-                if not self._abandoned:
+                if not self._stopped:
                     self._outcome.set_result(state)
         except BaseException as error:
             with self._lock:
-                if not self._abandoned:
+                if not self._stopped:
                     self._outcome.set_exception(error)
         finally:
             self._over.set()

@@ -91,7 +91,7 @@ def test_an_error_of_a_single_process_is_raised_unchanged() -> None:
     error = ValueError("its own")
 
     async def fail() -> None:
-        async with arrival.failing_together(Options()):
+        async with arrival.failing_together(Limits()):
             raise error
 
     with pytest.raises(ValueError, match="its own") as caught:
@@ -154,14 +154,18 @@ def tree(*sizes: int) -> list[Leaf]:
 
 
 def meet(
-    *trees: Sequence[Leaf], options: Sequence[Options] = (Options(),) * 3, limits: Sequence[int] = (1, 1, 1)
+    *trees: Sequence[Leaf],
+    options: Sequence[Options] = (Options(),) * 3,
+    limits: Sequence[int] = (1, 1, 1),
+    checkpoints: Sequence[str] = ("",) * 3,
 ) -> list[int | Exception]:
     """Arrives on one process for each tree; returns the memory limit or the error of each."""
     client = SharedClient()
 
     def run(process: int) -> int:
         with Session(client, process, len(trees), "restore", Limits(stall=30)) as session:
-            return asyncio.run(arrival.arrive(session, trees[process], [MESH], options[process], limits[process]))
+            mine = options[process], limits[process], checkpoints[process]
+            return asyncio.run(arrival.arrive(session, trees[process], [MESH], *mine))
 
     outcomes = on_processes(len(trees), run)
     assert client.key_value_dir_get("") == []
@@ -197,6 +201,13 @@ def test_different_options_are_refused_on_all_processes() -> None:
         assert "compared with process 0" not in str(outcome)
 
 
+def test_different_checkpoints_of_one_tree_are_refused_on_all_processes() -> None:
+    for outcome in meet(tree(8), tree(8), tree(8), checkpoints=["5/default", "6/default", "5/default"]):
+        assert isinstance(outcome, errors.PlanMismatchError)
+        assert "checkpoint: most have 5/default, but process 1 (" in str(outcome)
+        assert "has 6/default" in str(outcome)
+
+
 def test_a_process_that_failed_before_the_meeting_ends_it_for_all() -> None:
     client = SharedClient()
 
@@ -219,7 +230,7 @@ def test_a_failure_in_a_closed_loop_is_not_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arrival, "open_session", lambda *args: pytest.fail("it opens a session"))
 
     async def restore() -> None:
-        async with arrival.failing_together(Options()):
+        async with arrival.failing_together(Limits()):
             try:
                 await asyncio.Event().wait()
             finally:

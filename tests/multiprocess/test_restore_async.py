@@ -63,6 +63,7 @@ def test_what_exceeds_the_memory_limit_is_read_in_the_result(small_cluster: lab.
         assert one.differences == []
         assert 0 < one.ahead <= half
         assert one.read > pending.SHARE - half
+    assert max(small_cluster.run(pending.held_while_pending, saved, half)) < half + pending.SHARE // 4
     for one in small_cluster.run(pending.restore, saved, way, host_memory_limit_bytes=0):
         assert (one.differences, one.ahead) == ([], 0)
 
@@ -82,9 +83,27 @@ def test_two_pending_restores_an_ordinary_one_and_a_save(small_cluster: lab.Clus
         assert left == [[]]
 
 
+def test_processes_that_restore_different_steps_are_refused(small_cluster: lab.Cluster, saved: str) -> None:
+    """They would exchange pieces of both."""
+    for texts in small_cluster.run(pending.restore_different_steps, saved):
+        assert len(texts) == 2
+        for text in texts:
+            assert "checkpoint: most have 0/default, but process 1 (" in text
+            assert "has 1/default" in text
+
+
 def test_a_step_that_does_not_exist_is_the_error_of_the_result(small_cluster: lab.Cluster, saved: str) -> None:
     for error, ordinary in small_cluster.run(pending.ask_for_no_step, saved):
         assert error == ordinary
+
+
+def test_a_step_that_is_deleted_meanwhile_is_the_error_of_the_result(
+    small_cluster: lab.Cluster, saved: str, path: str
+) -> None:
+    shutil.copytree(saved, path)
+    for error, ordinary, left in small_cluster.run(pending.delete_meanwhile, path):
+        assert error == ordinary
+        assert left == []
 
 
 def test_a_damaged_chunk_is_the_error_of_all(small_cluster: lab.Cluster, saved: str, path: str) -> None:

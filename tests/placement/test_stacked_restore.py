@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_ext
-from orbax_ext.options import Options
+from orbax_ext.meeting.session import Limits
 from orbax_ext.placement import stacked_restore
 
 
@@ -98,7 +98,7 @@ def restore_one_leaf(stall: float = 60.0) -> None:
         raise ValueError("the shapes differ")
 
     arg = stacked_restore.StackedRestoreArgs(global_shape=(4,), asked_shape=(4,))
-    restoring = stacked_restore.restore(mock.Mock(), Options(stall_timeout=stall), [mock.Mock()], [arg], fail)
+    restoring = stacked_restore.restore(mock.Mock(), Limits(stall), [mock.Mock()], [arg], fail)
     asyncio.run(asyncio.wait_for(restoring, 30))
 
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from orbax_ext import errors
+from orbax_ext.meeting.session import Limits
 from orbax_ext.storage import counters, stall
 
 pytestmark = pytest.mark.once
@@ -52,11 +53,18 @@ def test_a_wait_whose_loop_was_closed_ends_without_an_error() -> None:
 def test_bytes_prolong_the_wait_for_them_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "requests", iter(range(10**6)).__next__)
     with pytest.raises(errors.RestoreTimeoutError, match=r"process 3 has read nothing for 0\.1 s .* in phase 'read'"):
-        asyncio.run(stall.while_bytes_arrive(never(), 0.1, 3, "read"))
+        asyncio.run(stall.while_bytes_arrive(never(), Limits(0.1), 3, "read"))
     monkeypatch.setattr(counters, "bytes_read", iter(range(10**6)).__next__)
 
     async def work() -> str:
         await asyncio.sleep(0.5)
         return "done"
 
-    assert asyncio.run(stall.while_bytes_arrive(work(), 0.1, 3, "read")) == "done"
+    assert asyncio.run(stall.while_bytes_arrive(work(), Limits(0.1), 3, "read")) == "done"
+
+
+def test_bytes_do_not_prolong_the_wait_beyond_the_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "bytes_read", iter(range(10**6)).__next__)
+    late = r"process 3 has not read all within 0\.2 s \(timeout\), in phase 'read'"
+    with pytest.raises(errors.RestoreTimeoutError, match=late):
+        asyncio.run(stall.while_bytes_arrive(never(), Limits(60, total=0.2), 3, "read"))

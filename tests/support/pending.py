@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ STATE = {
     "mask": Spec((32,), "bool"),
     "step": Spec((), "int32"),
 }
+FIRST = (0, 100)  # seed of the first leaf, for each step
 SHARE = 8 * (4 << 20) // 4 + 3 * (1 << 19) // 4  # bytes that a process reads of the large leaves
 SMALL = 64 << 10  # bytes: more than all metadata and small leaves together, less than a share of one layer
 GROUPS: dict[str, Any] = {"broadcast_memory_limit_bytes": 24 << 20}  # several groups
@@ -59,11 +61,11 @@ class Restored:
 
 
 def save(path: str) -> None:
-    """Saves the state as step 0 and, with other values nowhere, as step 1, and for the v1 API."""
+    """Saves the state as step 0, with other values as step 1, as a composite, and for the v1 API."""
     state = states.make_state(STATE, MESH.make())
     with ocp.CheckpointManager(f"{path}/manager") as manager:
-        for step in (0, 1):
-            manager.save(step, args=ocp.args.PyTreeSave(state))
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.save(1, args=ocp.args.PyTreeSave(states.make_state(STATE, MESH.make(), FIRST[1])))
         manager.wait_until_finished()
     with ocp.CheckpointManager(f"{path}/composite") as manager:
         items = {"params": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave({"epoch": 3})}
@@ -80,8 +82,8 @@ def pytree_args() -> Any:
     return ocp.args.PyTreeRestore(abstract(), restore_args=orbax_ext.restore_args(abstract()))
 
 
-def differences(state: Any) -> list[str]:
-    return states.differences(state, STATE, MESH.make())
+def differences(state: Any, step: int = 0) -> list[str]:
+    return states.differences(state, STATE, MESH.make(), FIRST[step])
 
 
 @contextlib.contextmanager
@@ -270,7 +272,8 @@ def restore(path: str, way: str, *, context: str = "none", **arguments: Any) -> 
         assert state["notes"] == {"epoch": 3}
         state = state["params"]
     assert ocp.type_handlers.get_type_handler(jax.Array) is registered
-    return Restored(differences(state), ahead, read, frozenset(strategy), tuple(threads()))
+    found = differences(state, step=1 if way == "latest_standard" else 0)
+    return Restored(found, ahead, read, frozenset(strategy), tuple(threads()))
 
 
 def restore_in_background(path: str, way: str, context: str) -> Restored:
@@ -313,6 +316,22 @@ def leave(path: str) -> list[tuple[str, int, list[str]]]:
     return left[1:]
 
 
+def held_while_pending(path: str, limit: int) -> int:
+    """Returns the bytes that a restore holds before its result."""
+    tracemalloc.start()
+    held = 0
+    for _ in range(2):  # what the first one leaves is JAX's and Python's
+        gc.collect()
+        before = _held_bytes()
+        with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+            pending = orbax_ext.restore_async(made, 0, args=pytree_args(), host_memory_limit_bytes=limit)
+            assert wait(pending) > 0
+            held = _held_bytes() - before
+            assert pending.cancel()
+    tracemalloc.stop()
+    return held
+
+
 def _held_bytes() -> int:
     """Returns the bytes of Python's memory and of all arrays."""
     return tracemalloc.get_traced_memory()[0] + sum(
@@ -331,9 +350,9 @@ def several(path: str) -> list[list[str]]:
     with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         first = orbax_ext.restore_async(made, 0, args=pytree_args())
         second = orbax_ext.restore_async(made, 1, args=pytree_args())
-        found.append(differences(made.restore(1, args=pytree_args())))
+        found.append(differences(made.restore(1, args=pytree_args()), step=1))
         made.save(2, args=ocp.args.PyTreeSave(states.make_state({"step": STATE["step"]}, mesh)))
-        found += [differences(first.result()), differences(second.result())]
+        found += [differences(first.result()), differences(second.result(), step=1)]
         made.wait_until_finished()
         try:
             first.result()
@@ -346,13 +365,27 @@ def several(path: str) -> list[list[str]]:
 def several_in_background(path: str) -> list[list[str]]:
     with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         pending = [orbax_ext.restore_async(made, step, args=pytree_args(), exchange="background") for step in (0, 1)]
-        return [*(differences(one.result()) for one in pending), threads()]
+        return [*(differences(one.result(), step) for step, one in enumerate(pending)), threads()]
+
+
+def restore_different_steps(path: str) -> list[str]:
+    """Returns the errors of an ordinary and of a pending restore, where process 1 asks for another step."""
+    step, texts = int(jax.process_index() == 1), []
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, step, args=pytree_args())
+        restores: list[Callable[[], Any]] = [lambda: made.restore(step, args=pytree_args()), pending.result]
+        for restore in restores:
+            with pytest.raises(orbax_ext.PlanMismatchError) as raised:
+                restore()
+            texts.append(str(raised.value))
+    return texts
 
 
 def fail(path: str, absent: int | None = None, limit: float | None = None, **arguments: Any) -> list[str]:
     """Returns the error of `result`, twice, and what is left. Process `absent` begins, but asks for no result."""
-    texts = []
-    with orbax_ext.registered(stall_timeout=4.0, **GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+    texts, began = [], time.monotonic()
+    stall = 4.0 if absent is not None and limit is None else PATIENCE  # where it is what ends the restore
+    with orbax_ext.registered(stall_timeout=stall, **GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
         pending = orbax_ext.restore_async(made, 0, args=pytree_args(), **arguments)
         if jax.process_index() == absent:
             pending.cancel()
@@ -362,6 +395,7 @@ def fail(path: str, absent: int | None = None, limit: float | None = None, **arg
                 pending.result(limit)
             assert pending.exception() is raised.value
             texts.append(text_of(raised.value))
+    assert limit is None or time.monotonic() - began < PATIENCE / 2
     return [*texts, *threads()]
 
 
@@ -411,12 +445,35 @@ def ask_for_no_step(path: str) -> tuple[str, str]:
     return text_of(pending.value), text_of(ordinary.value)
 
 
+def delete_meanwhile(path: str) -> tuple[str, str, list[str]]:
+    """Returns the errors of a pending and of an ordinary restore of a step that is deleted, and what is left."""
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, 1, args=pytree_args())
+        wait(pending)
+        made.delete(1)
+        with pytest.raises(Exception, match=r"\w") as of_pending:
+            pending.result()
+        with pytest.raises(Exception, match=r"\w") as ordinary:
+            made.restore(1, args=pytree_args())
+    return text_of(of_pending.value), text_of(ordinary.value), threads()
+
+
 def wait_a_little(path: str) -> list[Any]:
     """Asks a restore in the background for its result before it can be there, then again."""
-    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+    fetch, go_on = boxes.fetch, threading.Event()
+
+    async def held_back(*given: Any) -> Any:
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return await fetch(*given)
+
+    with (
+        mock.patch.object(boxes, "fetch", held_back),
+        orbax_ext.registered(**GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
         pending = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange="background")
-        try:
+        with pytest.raises(orbax_ext.RestoreTimeoutError) as raised:
             pending.result(timeout=0.0)
-        except orbax_ext.RestoreTimeoutError as error:
-            return [str(error), differences(pending.result(timeout=PATIENCE))]
-    return []
+        go_on.set()
+        return [str(raised.value), differences(pending.result(timeout=PATIENCE))]

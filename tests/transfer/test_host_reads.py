@@ -38,6 +38,25 @@ def test_stopping_ends_the_compiling_too_and_the_interpreter_does_not_wait_for_i
     assert our_threads() == []
 
 
+def test_what_compiles_for_long_is_not_waited_for_with_what_reads() -> None:
+    """A restore that has read all directly does not need the programs of the exchange."""
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def compile_programs(stop: threading.Event) -> None:
+        compiling.set()
+        compiled.wait(PATIENCE)
+
+    reads = HostReads([lambda: HeldBlocks(None, (), compile_programs)], 1 << 20, lambda: None)
+    assert compiling.wait(PATIENCE)
+    reads.stop()
+    reads.join_reading()
+    assert reads.ended
+    assert len(our_threads()) == 1
+    compiled.set()
+    reads.join()
+    assert our_threads() == []
+
+
 def test_an_error_in_compiling_is_left_to_the_restore() -> None:
     def compile_programs(stop: threading.Event) -> None:
         raise ValueError("does not compile")

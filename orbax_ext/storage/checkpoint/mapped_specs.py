@@ -45,10 +45,12 @@ def _map_spec(leaf: LeafFacts, rules: Sequence[Rule], mesh: Mapping[str, int] | 
         return (), "not on devices"
     if mesh is None:
         return (), "on one device"
+    given = next((rule for rule in rules if rule.matches(leaf.name)), None)
     if leaf.key_type:
-        return (), "replicated, because they are typed PRNG keys"
+        despite = " whatever the given specs say" if given is not None and any(given.spec) else ""
+        return (), f"replicated{despite}, because they are typed PRNG keys"
     spec, reason = described.choose_spec(leaf.name, leaf.shape, leaf.spec or (), rules, mesh)
-    if any(rule.matches(leaf.name) for rule in rules):
+    if given is not None:
         return spec, "as the given specs say"
     if leaf.spec is None:
         return (), "replicated, because no spec is known"

@@ -42,8 +42,10 @@ __all__ = [
     "waiting_within",
 ]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a block of `enabled_for` may end wherever Python collects garbage
 _store: S3Store | None = None
+_borrowers = 0  # blocks of `enabled_for`
+_borrowed = False  # whether S3 is enabled for these alone
 _counter = RequestCounter()  # of the whole process, whatever is enabled and disabled
 _limits = [Limits()]  # the defaults, then those of registrations and restores in force, the latest last
 
@@ -82,8 +84,9 @@ def enable_s3(
     settings = Settings(
         endpoint, region, profile, anonymous, addressing, retries, stall_seconds, stall_rate, share_metadata
     )
-    global _store
+    global _store, _borrowed
     with _lock:
+        _borrowed = False
         if _store is None or _store.given != settings:
             if _store is not None:
                 _store.close()
@@ -91,7 +94,14 @@ def enable_s3(
 
 
 def enable_s3_on_first_path() -> Callable[[], None]:
-    """Enables S3 when the first s3:// path is used; returns a function that undoes this. S3 must not be enabled yet."""
+    """Enables S3 when the first s3:// path is used, unless it is enabled; returns a function that undoes this."""
+    global _borrowed
+    with _lock:
+        if _borrowed:
+            _borrowed = False
+            return _give_up
+        if _store is not None:
+            return lambda: None
     enabled_here = False
 
     def enable() -> bool:
@@ -107,15 +117,16 @@ def enable_s3_on_first_path() -> Callable[[], None]:
     def undo() -> None:
         stop_watching()
         if enabled_here:
-            disable_s3()
+            _give_up()
 
     return undo
 
 
 def disable_s3() -> None:
     """Undoes `enable_s3`; does nothing if S3 is not enabled."""
-    global _store
+    global _store, _borrowed
     with _lock:
+        _borrowed = False
         if _store is not None:
             _store.close()
             _store = None
@@ -123,14 +134,44 @@ def disable_s3() -> None:
 
 @contextlib.contextmanager
 def enabled_for(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Enables S3 for a block, with the settings of the environment, if the path needs it and it is not enabled yet."""
-    enable = is_s3(path) and not s3_enabled()
-    if enable:
-        enable_s3()
+    """Enables S3 for a block, with the settings of the environment, if the path needs it and it is not enabled yet.
+
+    If there are several such blocks at a time, it stays enabled until the last one ends, in whichever thread.
+    """
+    if not is_s3(path):
+        yield
+        return
+    _borrow()
     try:
         yield
     finally:
-        if enable:
+        _give_back()
+
+
+def _borrow() -> None:
+    global _borrowers, _borrowed
+    with _lock:
+        if _store is None:
+            enable_s3()
+            _borrowed = True
+        _borrowers += 1
+
+
+def _give_back() -> None:
+    global _borrowers
+    with _lock:
+        _borrowers -= 1
+        if _borrowed and not _borrowers:
+            disable_s3()
+
+
+def _give_up() -> None:
+    """Disables S3, as soon as no block of `enabled_for` needs it."""
+    global _borrowed
+    with _lock:
+        if _borrowers:
+            _borrowed = True
+        else:
             disable_s3()
 
 
@@ -141,7 +182,7 @@ def waiting_within(limits: Limits) -> Iterator[None]:
     try:
         yield
     finally:
-        _limits.pop()
+        del _limits[-1 - _limits[::-1].index(limits)]  # the latest: registrations may end in any order
 
 
 def s3_enabled() -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
+from typing import Literal
 
 import jax
 import numpy as np
@@ -80,6 +83,36 @@ def test_the_handler_restores_sharded_arrays_and_counts_requests(s3: str) -> Non
         with orbax_ext.registered(replica_axis="dp"):
             restored = manager.restore(0, args=ocp.args.StandardRestore(abstract))
     assert np.asarray(restored["weights"]).tobytes() == np.arange(4096.0, dtype=np.float32).tobytes()
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+@pytest.mark.parametrize("api", ["v0", "v1"])
+def test_a_pending_restore_enables_s3_itself_until_it_has_ended(
+    s3: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, api: str, exchange: Literal["result", "background"]
+) -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {"weights": jax.device_put(np.arange(1 << 18, dtype=np.float32), here)}
+    abstract = {"weights": jax.ShapeDtypeStruct((1 << 18,), np.float32, sharding=here)}
+    getattr(v1, "save", v1.save_pytree)(f"{s3}/one", state)
+    s3_lib.disable_s3()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with contextlib.ExitStack() as stack:
+        if api == "v1":
+            pending = orbax_ext.v1.load_async(f"{s3}/one", abstract, exchange=exchange)
+        else:
+            checkpointer = stack.enter_context(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
+            args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
+            pending = orbax_ext.restore_async(checkpointer, f"{s3}/one/pytree", args, exchange=exchange)
+        deadline = time.monotonic() + 60
+        while not pending.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pending.exception() is None
+        assert pending.progress().done >= 4 << 18
+        restored = pending.result()
+    assert np.asarray(restored["weights"]).tobytes() == np.asarray(state["weights"]).tobytes()
+    assert not s3_lib.s3_enabled()
 
 
 def test_a_restore_does_not_hide_new_steps_beside_it(s3: str) -> None:

@@ -89,6 +89,42 @@ def test_s3_is_enabled_by_the_first_path_in_nested_registrations() -> None:
     assert all(one is other for one, other in zip(before, hooked(), strict=True))
 
 
+def test_s3_stays_enabled_until_the_last_block_that_needs_it_ends() -> None:
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    with s3_lib.enabled_for("/local/run"):
+        assert not s3_lib.s3_enabled()
+    first.enter_context(s3_lib.enabled_for("s3://bucket/run"))
+    second.enter_context(s3_lib.enabled_for("s3://bucket/other"))
+    first.close()
+    assert s3_lib.s3_enabled()
+    second.close()
+    assert not s3_lib.s3_enabled()
+    with s3_lib.enabled_for("s3://bucket/run"):
+        s3_lib.enable_s3("http://127.0.0.1:1")  # the user needs it from here on
+    assert s3_lib.s3_enabled()
+    s3_lib.disable_s3()
+
+
+def test_a_block_that_needs_s3_and_a_registration_may_end_in_any_order() -> None:
+    before = hooked()
+    for registered_first in (False, True):
+        blocks = [orbax_ext.registered(), s3_lib.enabled_for("s3://bucket/run")]
+        first, second = (contextlib.ExitStack() for _ in blocks)
+        for stack, block in zip((first, second), blocks if registered_first else blocks[::-1], strict=True):
+            stack.enter_context(block)
+            epath.Path("s3://bucket/run")._backend  # noqa: B018
+        first.close()
+        assert isinstance(epath.Path("s3://bucket/run")._backend, S3Files)
+        second.close()
+        assert all(one is other for one, other in zip(before, hooked(), strict=True))
+    with contextlib.ExitStack() as needed:
+        with orbax_ext.registered():
+            epath.Path("s3://bucket/run")._backend  # noqa: B018
+            needed.enter_context(s3_lib.enabled_for("s3://bucket/run"))
+        assert s3_lib.s3_enabled()
+    assert all(one is other for one, other in zip(before, hooked(), strict=True))
+
+
 def test_a_checkpointer_s_first_restore_from_s3_is_inside_the_store_s_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each process would read the metadata of that restore for itself."""
     roots = []
