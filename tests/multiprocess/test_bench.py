@@ -60,7 +60,7 @@ def test_hosts_are_removed_afterwards(tmp_path: pathlib.Path) -> None:
 def test_a_link_stops_for_its_host_alone_and_goes_on_where_it_stopped(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_bytes(os.urandom(4 << 20))
     dead = [Change(0, host=1, bytes=1 << 20)]
-    with network.Network(2, Links(160, 160), tmp_path) as net:
+    with network.Network(2, Links(32, 32), tmp_path) as net:
         with steering.changing(net, dead, tmp_path / "started"):
             loads = [load(net, rank) for rank in range(2)]
             (tmp_path / "started").touch()
