@@ -94,7 +94,8 @@ def test_without_root_it_runs_on_loopback_and_the_other_code_is_that_of_the_othe
     version = tmp_path / "orbax_ext" / "version.py"
     version.write_text(version.read_text() + "\nOTHER = True\n")
     settings = running.Settings(unshaped="it needs root", auto_runs=1, before=tmp_path)
-    (result, before) = run(dataclasses.replace(TINY, leaf=(64, 64)), ["auto", "auto before"], settings)
+    both = dataclasses.replace(TINY, leaf=(64, 64), strategies=("auto", "auto before"))
+    (result, before) = run(both, ["auto", "auto before"], settings)
     for each in (result, before):
         assert each.exact
         assert each.median("storage_bytes") == 0  # not known
