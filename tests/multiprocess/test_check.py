@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent import futures
@@ -23,8 +22,10 @@ from orbax_ext.cli import exits, main
 from orbax_ext.cli.check import rehearsal, verdict
 from orbax_ext.cli.check.target import CheckRequest
 from orbax_ext.cli.check.verdict import CheckResult
+from orbax_ext.lab.cluster import reserved_port
 from orbax_ext.options import Strategy
 from orbax_ext.plan.forecast import notation
+from orbax_ext.registration import pytree_handler
 from tests.support import states
 from tests.support.fault_injection import damaging
 
@@ -138,11 +139,8 @@ def test_the_command_starts_a_local_cluster(saved: str) -> None:
 
 
 def test_processes_that_no_launcher_started_are_given_their_places(saved: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    place = ["--coordinator", address, "--processes", "2", "--process"]
-    with futures.ThreadPoolExecutor() as pool:
+    with reserved_port() as port, futures.ThreadPoolExecutor() as pool:
+        place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process"]
         done = list(pool.map(run, [[*command(), saved, *place, rank] for rank in "01"]))
     assert [process.returncode for process in done] == [exits.EXIT_OK] * 2, done[0].stderr
     assert "\n  launcher   process 0 of 2, from --processes and --process\n" in done[0].stdout
@@ -207,7 +205,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 def rehearse_without_take_overs(request: CheckRequest) -> CheckResult:
     """Rehearses a restore in which nobody reads a second time what another process reads slowly."""
-    patient = functools.partial(rehearsal.pytree_handler, late_seconds=math.inf)
+    patient = functools.partial(pytree_handler, late_seconds=math.inf)
     with mock.patch.object(rehearsal, "pytree_handler", patient):
         return rehearsal.rehearse(request)
 
