@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ from tests.support import compilation_cache, s3_proxy, s3_server
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 compilation_cache.use()
+
+# A shell makes what it starts in the background ignore Ctrl-C, and children would inherit that: some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, the longest first, so that no worker has one of them left when the others have ended.
 _LONGEST = [

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from typing import Any, Protocol, Self
 
@@ -21,6 +21,7 @@ from orbax_ext.lab import forked
 from orbax_ext.lab.protocol import Failure, Job, Setup, describe_function
 
 _START_LIMIT = 180.0  # seconds; importing JAX in many processes on few cores is slow
+_START_GRACE = 5.0  # seconds for the others once a process has not started: without process 0 they would wait for long
 _STOP_LIMIT = 20.0  # seconds for all processes to leave `jax.distributed` together
 _END_LIMIT = 60.0  # seconds for the system to end a process that was killed or has closed its channel
 _TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
@@ -124,12 +125,12 @@ class Cluster:
             return
         self.stop()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        coordinator = f"{self._host}:{_free_port()}"
-        for rank in range(self.processes):
-            self._workers.append(self._launch(rank, coordinator))
-        deadline = time.monotonic() + _START_LIMIT
-        outcomes = [worker.wait(deadline) for worker in self._workers]
+        with reserved_port() as port:
+            for rank in range(self.processes):
+                self._workers.append(self._launch(rank, f"{self._host}:{port}"))
+            outcomes = Run(self, self._workers).outcomes(_START_LIMIT, _START_GRACE)
         if not all(outcome.ok for outcome in outcomes):
+            self.stop()
             raise self._failed("the cluster did not start", outcomes)
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
@@ -318,10 +319,13 @@ class _Worker:
         time.sleep(_STACKS_DELAY)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keeps a port from everybody else who looks for a free one, while JAX's service, which shares ports, takes it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("", 0))  # it does not listen, so connections go to the service
+        yield int(held.getsockname()[1])
 
 
 def _paths_to_share(python: str) -> tuple[str, ...]:

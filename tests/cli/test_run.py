@@ -170,12 +170,21 @@ def test_ctrl_c_ends_a_program_as_under_python(tmp_path: pathlib.Path) -> None:
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.1)  # the program sleeps
+        wait_until_asleep(process)
         process.send_signal(signal.SIGINT)
         ends.append((*process.communicate(timeout=LIMIT), process.returncode))
     assert ends[0] == ends[1]
     assert ends[1][2] == -signal.SIGINT
     assert ends[1][1].endswith("KeyboardInterrupt\n")
+
+
+def wait_until_asleep(process: subprocess.Popen[str]) -> None:
+    """Waits until a program sleeps: Ctrl-C before that would interrupt another line of it."""
+    stat, deadline = pathlib.Path(f"/proc/{process.pid}/stat"), time.monotonic() + LIMIT
+    time.sleep(0.1)  # is enough nearly always, and elsewhere than on Linux it has to be
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.once

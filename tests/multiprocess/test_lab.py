@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from orbax_ext import lab
+from orbax_ext.lab import cluster as cluster_lib
 
 pytestmark = pytest.mark.once
 
@@ -85,6 +88,22 @@ def test_a_process_that_dies_is_reported_and_replaced(pair: lab.Cluster) -> None
     assert outcomes[1].state == "died"
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert pair.run(add, 1) == [2, 2]
+
+
+def test_a_start_without_process_0_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of the parent's, the other processes would wait for three minutes."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(cluster_lib, "reserved_port", lambda: contextlib.nullcontext(port))
+        started, cluster = time.monotonic(), lab.Cluster(processes=2)
+        with pytest.raises(lab.RunFailedError, match="the cluster did not start") as caught:
+            cluster.start()
+        cluster.close()
+    assert "process 0 raised" in str(caught.value)
+    assert [outcome.state for outcome in caught.value.outcomes] == ["raised", "timed out"]
+    assert time.monotonic() - started < 90
 
 
 def test_no_process_is_left_behind() -> None:

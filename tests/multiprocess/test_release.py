@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 from unittest import mock
 
@@ -148,5 +149,6 @@ def manager_of(path: str, strategy: Any) -> ocp.CheckpointManager:
         "broadcast_memory_limit_bytes": LIMIT,
         "stall_timeout": 30,
         "strict_readers": True,
+        "late_seconds": math.inf,  # on a busy machine a take-over would need memory too
     }
     return ocp.CheckpointManager(path, item_handlers=orbax_ext.pytree_handler(**knobs))

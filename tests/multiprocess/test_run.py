@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
 
+from orbax_ext.lab.cluster import reserved_port
 from orbax_ext.report.report import RestoreReport
 from tests.support import states
 
@@ -49,19 +49,22 @@ def test_a_program_that_makes_orbax_s_own_handler_restores_exactly(checkpoint: s
 
 def launch(folder: pathlib.Path, command: Sequence[str], mode: str, path: str) -> list[dict[str, str]]:
     """Runs the program on all processes, each in a folder of its own; returns what each printed as its last line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    with reserved_port() as port:
+        ended = run_all(folder, [*command, str(PROGRAM), f"127.0.0.1:{port}", str(PROCESSES)], [mode, path])
+    assert [code for _, code in ended] == [3] * PROCESSES, "\n".join(err for (_, err), _ in ended)
+    return [json.loads((out.splitlines() or ["{}"])[-1]) if mode != "save" else {} for (out, _), _ in ended]
+
+
+def run_all(folder: pathlib.Path, before: list[str], after: list[str]) -> list[tuple[tuple[str, str], int]]:
+    """Runs a command with each rank between its words; returns the output, the errors and the exit codes."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     processes = []
     for rank in range(PROCESSES):
         (folder / str(rank)).mkdir(parents=True)
-        words = [*command, str(PROGRAM), coordinator, str(PROCESSES), str(rank), mode, path]
+        words = [*before, str(rank), *after]
         processes.append(subprocess.Popen(words, cwd=folder / str(rank), env=env, stdout=-1, stderr=-1, text=True))
     try:
-        ended = [(process.communicate(timeout=LIMIT), process.returncode) for process in processes]
+        return [(process.communicate(timeout=LIMIT), process.returncode) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [code for _, code in ended] == [3] * PROCESSES, "\n".join(err for (_, err), _ in ended)
-    return [json.loads((out.splitlines() or ["{}"])[-1]) if mode != "save" else {} for (out, _), _ in ended]

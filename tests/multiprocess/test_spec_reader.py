@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import orbax_ext
 from orbax_ext import lab
+from orbax_ext.options import Knobs
 from orbax_ext.report.report import publish
 from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
@@ -113,7 +115,9 @@ def read_all(stored: pathlib.Path, kind: str) -> tuple[list[str], list[str], int
     mesh = MESH.make()
     publish(None)
     specs = {name: spec_of(stored, kind, name) for name in STATE}
-    arrays = orbax_ext.read_arrays(specs, states.shardings(STATE, mesh), strategy="spread", stall_timeout=30)
+    shardings = states.shardings(STATE, mesh)
+    knobs: Knobs = {"strategy": "spread", "stall_timeout": 30, "late_seconds": math.inf}  # take-overs read again
+    arrays = orbax_ext.read_arrays(specs, shardings, **knobs)
     report = orbax_ext.last_report()
     assert report is not None
     kinds = {text for name, text in report.strategy.items() if name.startswith("layers")}

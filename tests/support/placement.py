@@ -92,7 +92,10 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def waits_for_process_1(name: str, call: Callable[[], Any], patience: float = 2.0) -> bool:
-    """Returns whether a call on all other processes waits until process 1 makes it too. Runs on every process."""
+    """Returns whether a call on all other processes waits until process 1 makes it too. Runs on every process.
+
+    `patience` are the seconds after which a call counts as waiting: many for one that should not wait.
+    """
     client = coordination_client()
     if jax.process_index() == 1:
         client.blocking_key_value_get(f"join/{name}", 60_000)

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -100,11 +101,23 @@ def test_tests_that_do_not_end_are_killed_with_their_servers(
         "import pathlib, subprocess, time\n"
         "def test_silent():\n"
         "    server = subprocess.Popen(['sleep', '600'])\n"
-        f"    pathlib.Path({str(started)!r}).write_text(str(server.pid))\n"
+        f"    path = pathlib.Path({str(started)!r})\n"
+        "    path.with_suffix('.new').write_text(str(server.pid))\n"
+        "    path.with_suffix('.new').rename(path)\n"
         "    time.sleep(600)\n"
     )
     monkeypatch.setattr(stores, "S3_TESTS", (str(test), "-p", "no:cacheprovider"))
-    monkeypatch.setattr(stores, "_LIMIT", 15.0)
+
+    class Started(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            deadline = time.monotonic() + 120  # to start pytest, on a busy machine
+            while timeout is not None and self.poll() is None and not started.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(stores, "_LIMIT", 1.0)
     with pytest.raises(subprocess.TimeoutExpired):
         stores._test("rclone")
     if sys.platform == "linux":

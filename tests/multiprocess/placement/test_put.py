@@ -255,7 +255,9 @@ def stock_device_put_waits() -> bool:
 
 def ours_waits() -> bool:
     mesh = make_mesh()
-    return waits_for_process_1("replicate", lambda: orbax_ext.replicate(np.arange(5.0), mesh).block_until_ready())
+    return waits_for_process_1(
+        "replicate", lambda: orbax_ext.replicate(np.arange(5.0), mesh).block_until_ready(), patience=30.0
+    )
 
 
 def unequal_parts() -> tuple[tuple[int, ...], str]:

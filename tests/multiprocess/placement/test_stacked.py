@@ -198,7 +198,7 @@ def stock_row_waits() -> bool:
 
 def our_row_waits() -> bool:
     everywhere = orbax_ext.stack(np.arange(7.0), jax.devices())
-    return waits_for_process_1("unstack", lambda: np.asarray(orbax_ext.unstack(everywhere)))
+    return waits_for_process_1("unstack", lambda: np.asarray(orbax_ext.unstack(everywhere)), patience=30.0)
 
 
 def row_to_a_local_device() -> tuple[str, str]:
