@@ -27,6 +27,7 @@ from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
 FINAL = 1000  # the number of the restore that follows when all faults are over
+ASKS_EVERY = 0.25  # seconds between two looks of a process at work whether it is late
 _CHECK = 0.5  # seconds between two checks whether the service still answers
 
 Role: TypeAlias = Leader | Follower
@@ -249,7 +250,7 @@ class Process:
 
         end = self._world.now + seconds
         while self._world.now < end:
-            yield self._sleep(min(0.25 if may_ask else 1.0, end - self._world.now))
+            yield self._sleep(min(ASKS_EVERY if may_ask else 1.0, end - self._world.now))
             if advances:
                 self._done += 1
                 self._world.advanced = self._world.now

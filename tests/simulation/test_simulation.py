@@ -44,6 +44,27 @@ def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     assert failed is not None
 
 
+def test_without_a_defect_nothing_is_found() -> None:
+    with mutations.applied(mutations.CONTROL):
+        assert not list(runs.failing(range(150)))
+
+
+def test_a_process_that_leaves_as_a_meeting_ends_does_not_keep_the_others_waiting_at_the_next() -> None:
+    fault = plans.Fault("interrupt meeting", 2, 0, 1, 4.0)
+    same = [plans.Plan(seed, 3, 1, 2, 8.0, None, (fault,)) for seed in range(400)]
+    assert [plan.seed for plan in same if runs.run(plan).problems] == []
+    with mutations.applied(mutations.UNNOTICED_DEPARTURE):
+        assert any("waits" in str(runs.run(plan).problems) for plan in same)
+
+
+def test_process_0_does_not_wait_for_a_report_while_the_others_wait_for_it_at_the_next_restore() -> None:
+    crash = plans.Fault("crash", 1, 0, 1, 0.2)
+    same = [plans.Plan(seed, 3, 2, 0, 2.0, None, (crash,)) for seed in range(30)]
+    assert [plan.seed for plan in same if runs.run(plan).problems] == []
+    with mutations.applied(mutations.LONG_WAIT_FOR_REPORTS):
+        assert any("does not name the culprit: process 0" in str(runs.run(plan).problems) for plan in same)
+
+
 def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:
     plan = plans.Plan(0, 3, 1, 1, 8.0, 4.0, (plans.Fault("silence", 1, 0, 1, 30.0),))
     assert runs.run(plan).problems == ()

@@ -18,7 +18,7 @@ from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.driver import perform
 
 GONE = "UNAVAILABLE: failed to connect to all addresses"  # the error of a call to a service that has died
-_HEARTBEAT = 100.0  # seconds
+HEARTBEAT = 100.0  # seconds
 _AT_ONCE = 0.2  # seconds until JAX's clients notice that the connection to the service has broken
 _LATENCY = (0.0005, 0.02)  # seconds of one way of a message
 
@@ -68,7 +68,7 @@ class World:
             for host in self.hosts:
                 host.alive = False
 
-        self.after(_AT_ONCE if how == "ends" else _HEARTBEAT, end_all)
+        self.after(_AT_ONCE if how == "ends" else HEARTBEAT, end_all)
 
     def note(self, who: object, text: str) -> None:
         if self.trace is not None:
