@@ -330,6 +330,7 @@ class Process:
             world.after(world.random.uniform(0, 3), lambda: self._silence(faults["silence"].seconds))
         if "lost" in faults:
             host.lose_after = host.calls + 1 + int(faults["lost"].seconds) % 12
+            host.loses_calls = int(10 * faults["lost"].seconds) % 2 == 1
         if "slow calls" in faults:
             host.slow_calls = min(faults["slow calls"].seconds, self._plan.stall) / 20
 

@@ -18,7 +18,7 @@ _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hang
 _LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 4.0  # seconds for messages and looks; 20,000 seeds need at most 2.6
 _PROMPT = 3.0  # seconds and a look until all know of a failure; 20,000 seeds need at most 1.8
-_PROMPT_FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
+_FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
 _BROUGHT = {"error", "interrupt", "interrupt meeting"}  # such a failure is at the next meeting at once
 _INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
@@ -108,9 +108,9 @@ def _longest_wait(plan: Plan) -> float:
     """Returns the seconds that a process may wait at a meeting after any process advanced last."""
     kinds = {fault.kind for fault in plan.faults}
     if kinds and kinds <= _BROUGHT and math.isinf(plan.late):  # nobody is missing
-        return plan.stall / 4 + _PROMPT + _PROMPT_FOR_EACH * plan.processes  # it looks every `stall` / 4
+        return plan.stall / 4 + _PROMPT + _FOR_EACH * plan.processes  # it looks every `stall` / 4
     silent = any(f.kind in ("silence", "lost") or (f.kind in ("pause", "crash") and not f.process) for f in plan.faults)
-    return plan.stall + GRACE + SPREAD + silent * SILENCE + _MARGIN + _slow(plan)
+    return plan.stall + GRACE + SPREAD + silent * SILENCE + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
 
 
 def _slow(plan: Plan) -> float:

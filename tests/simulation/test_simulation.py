@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 
@@ -42,6 +43,13 @@ def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     with mutations.applied(mutation):
         failed = next(runs.failing([mutation.seed, *range(SEEDS)]), None)
     assert failed is not None
+
+
+@pytest.mark.parametrize("kind", ["never", "stuck", "stalled share"])
+def test_a_large_job_in_which_each_process_looks_less_often_ends_as_it_must(kind: str) -> None:
+    late = 0.3 if kind in plans.SHARES else math.inf
+    plan = plans.Plan(1, 300, 1, 1, 8.0, None, (plans.Fault(kind, 250, 0, 1, 0.0),), late)
+    assert runs.run(plan).problems == ()
 
 
 def test_without_a_defect_nothing_is_found() -> None:

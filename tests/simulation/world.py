@@ -107,6 +107,7 @@ class Host:
         self.alive = True
         self.stopped_until = 0.0
         self.lose_after = -1  # the answer to this one of its calls is lost; -1 for none
+        self.loses_calls = False  # the call itself is lost, not only the answer
         self.slow_calls = 0.0  # seconds that each of its calls takes longer
         self.calls = 0
         self.ahead = world.random.uniform(0, 1000)  # seconds that its clock is ahead of the world's
@@ -147,7 +148,8 @@ class Call:
         host, world = task.host, task.host.world
         host.calls += 1
         self._lost = host.calls == host.lose_after
-        world.after(world.latency() + host.slow_calls, lambda: world.take_effect(self))
+        if not (self._lost and host.loses_calls):
+            world.after(world.latency() + host.slow_calls, lambda: world.take_effect(self))
         if isinstance(action, Wait):  # the client itself measures the time, also if the service is silent
             host.after(action.seconds, lambda: self._deliver(None, by_service=False))
 
