@@ -17,7 +17,7 @@ KINDS = (
     "interrupt",  # leaves in the middle of its work
     "interrupt arrival",  # leaves while it waits for the others to arrive
     "interrupt meeting",  # leaves while it waits at a meeting, to which it has brought its outcome
-    "lost",  # the answer to one of its calls never comes
+    "lost",  # one of its calls never arrives, or the answer to it
     "slow calls",  # each of its calls takes longer, within the limits
     "silence",  # the service does not answer for `seconds`
     "other tree",  # asks for something else

@@ -27,6 +27,7 @@ from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
 FINAL = 1000  # the number of the restore that follows when all faults are over
+ASKS_EVERY = 0.25  # seconds between two looks of a process at work whether it is late
 _CHECK = 0.5  # seconds between two checks whether the service still answers
 
 Role: TypeAlias = Leader | Follower
@@ -249,7 +250,7 @@ class Process:
 
         end = self._world.now + seconds
         while self._world.now < end:
-            yield self._sleep(min(0.25 if may_ask else 1.0, end - self._world.now))
+            yield self._sleep(min(ASKS_EVERY if may_ask else 1.0, end - self._world.now))
             if advances:
                 self._done += 1
                 self._world.advanced = self._world.now
@@ -329,6 +330,7 @@ class Process:
             world.after(world.random.uniform(0, 3), lambda: self._silence(faults["silence"].seconds))
         if "lost" in faults:
             host.lose_after = host.calls + 1 + int(faults["lost"].seconds) % 12
+            host.loses_calls = int(10 * faults["lost"].seconds) % 2 == 1
         if "slow calls" in faults:
             host.slow_calls = min(faults["slow calls"].seconds, self._plan.stall) / 20
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 
@@ -42,6 +43,34 @@ def test_a_defect_is_found(mutation: mutations.Mutation) -> None:
     with mutations.applied(mutation):
         failed = next(runs.failing([mutation.seed, *range(SEEDS)]), None)
     assert failed is not None
+
+
+@pytest.mark.parametrize("kind", ["never", "stuck", "stalled share"])
+def test_a_large_job_in_which_each_process_looks_less_often_ends_as_it_must(kind: str) -> None:
+    late = 0.3 if kind in plans.SHARES else math.inf
+    plan = plans.Plan(1, 300, 1, 1, 8.0, None, (plans.Fault(kind, 250, 0, 1, 0.0),), late)
+    assert runs.run(plan).problems == ()
+
+
+def test_without_a_defect_nothing_is_found() -> None:
+    with mutations.applied(mutations.CONTROL):
+        assert not list(runs.failing(range(150)))
+
+
+def test_a_process_that_leaves_as_a_meeting_ends_does_not_keep_the_others_waiting_at_the_next() -> None:
+    fault = plans.Fault("interrupt meeting", 2, 0, 1, 4.0)
+    same = [plans.Plan(seed, 3, 1, 2, 8.0, None, (fault,)) for seed in range(400)]
+    assert [plan.seed for plan in same if runs.run(plan).problems] == []
+    with mutations.applied(mutations.UNNOTICED_DEPARTURE):
+        assert any("waits" in str(runs.run(plan).problems) for plan in same)
+
+
+def test_process_0_does_not_wait_for_a_report_while_the_others_wait_for_it_at_the_next_restore() -> None:
+    crash = plans.Fault("crash", 1, 0, 1, 0.2)
+    same = [plans.Plan(seed, 3, 2, 0, 2.0, None, (crash,)) for seed in range(30)]
+    assert [plan.seed for plan in same if runs.run(plan).problems] == []
+    with mutations.applied(mutations.LONG_WAIT_FOR_REPORTS):
+        assert any("does not name the culprit: process 0" in str(runs.run(plan).problems) for plan in same)
 
 
 def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:

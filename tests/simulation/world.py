@@ -18,7 +18,7 @@ from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.driver import perform
 
 GONE = "UNAVAILABLE: failed to connect to all addresses"  # the error of a call to a service that has died
-_HEARTBEAT = 100.0  # seconds
+HEARTBEAT = 100.0  # seconds
 _AT_ONCE = 0.2  # seconds until JAX's clients notice that the connection to the service has broken
 _LATENCY = (0.0005, 0.02)  # seconds of one way of a message
 
@@ -68,7 +68,7 @@ class World:
             for host in self.hosts:
                 host.alive = False
 
-        self.after(_AT_ONCE if how == "ends" else _HEARTBEAT, end_all)
+        self.after(_AT_ONCE if how == "ends" else HEARTBEAT, end_all)
 
     def note(self, who: object, text: str) -> None:
         if self.trace is not None:
@@ -107,6 +107,7 @@ class Host:
         self.alive = True
         self.stopped_until = 0.0
         self.lose_after = -1  # the answer to this one of its calls is lost; -1 for none
+        self.loses_calls = False  # the call itself is lost, not only the answer
         self.slow_calls = 0.0  # seconds that each of its calls takes longer
         self.calls = 0
         self.ahead = world.random.uniform(0, 1000)  # seconds that its clock is ahead of the world's
@@ -147,7 +148,8 @@ class Call:
         host, world = task.host, task.host.world
         host.calls += 1
         self._lost = host.calls == host.lose_after
-        world.after(world.latency() + host.slow_calls, lambda: world.take_effect(self))
+        if not (self._lost and host.loses_calls):
+            world.after(world.latency() + host.slow_calls, lambda: world.take_effect(self))
         if isinstance(action, Wait):  # the client itself measures the time, also if the service is silent
             host.after(action.seconds, lambda: self._deliver(None, by_service=False))
 
