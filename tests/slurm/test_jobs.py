@@ -104,6 +104,15 @@ def test_a_training_job_that_is_killed_resumes_with_the_same_losses(slurm: Slurm
     assert (report.processes, report.leaves, report.error) == (4, 4, "")
 
 
+def test_a_training_job_that_is_cancelled_is_not_requeued(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    training = Training(slurm, tmp_path / "cancelled")
+    training.wait_for_start(1)
+    slurm.run("scancel", training.job)
+    wait_until(lambda: slurm.job_state(training.job) in ENDED, training.output)
+    time.sleep(3)  # longer than Slurm's KillWait: what is left of the job might put it back into the queue until then
+    assert slurm.job_state(training.job) == "CANCELLED"
+
+
 class Training:
     """A job of examples/slurm.sbatch, with a folder of its own."""
 
