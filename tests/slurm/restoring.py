@@ -36,11 +36,19 @@ def main(path: str, folder: pathlib.Path, victim: int) -> None:
         with orbax_ext.registered(replica_axis="data", strategy="spread", stall_timeout=STALL), slow:
             program.restore(manager, NamedSharding(mesh, PartitionSpec("model")), "plain")
     except orbax_ext.RestoreError as error:
-        (folder / str(jax.process_index())).write_text(f"{type(error).__name__}: {error}")
+        write(folder / str(jax.process_index()), f"{type(error).__name__}: {error}")
         if jax.process_index() == 0:  # has the coordination service: JAX aborts the others when it ends
             wait_for([folder / str(rank) for rank in range(jax.process_count()) if rank != victim])
+            time.sleep(2)  # they end right after writing
         os._exit(EXIT)  # leaving `jax.distributed` would wait for the dead process
     sys.exit("the restore worked, although a process never ended its reads")
+
+
+def write(file: pathlib.Path, text: str) -> None:
+    """Writes a file that is complete as soon as it is there."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(file)
 
 
 def wait_for(files: list[pathlib.Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pathlib
 import re
@@ -18,7 +17,7 @@ from tests.support.slurm import ROOT, Slurm, program
 
 CHECK = (sys.executable, "-m", "orbax_ext", "check")
 LIMIT = 150.0  # seconds for a part of a job, on a busy machine
-STEPS, SAVE_EVERY = 90, 15
+STEPS, SAVE_EVERY = 120, 15
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -85,10 +84,10 @@ def test_a_training_job_that_is_killed_resumes_with_the_same_losses(slurm: Slurm
     training = Training(slurm, tmp_path / "killed")
     training.wait_for_checkpoint(SAVE_EVERY)
     slurm.kill_task(f"{training.job}.0", "n2")
-    training.wait_for_restart(1)
-    training.wait_for_checkpoint(3 * SAVE_EVERY)
+    training.wait_for_start(2)
+    training.wait_for_checkpoint(training.first_steps()[1])
     slurm.run("scancel", "--signal=KILL", f"{training.job}.0")
-    training.wait_for_restart(2)
+    training.wait_for_start(3)
     training.wait_for_the_end()
     uninterrupted.wait_for_the_end()
 
@@ -103,6 +102,15 @@ def test_a_training_job_that_is_killed_resumes_with_the_same_losses(slurm: Slurm
     assert SAVE_EVERY < first_steps[1] < first_steps[2]
     report = RestoreReport.from_json(next(training.folder.glob("restore-*.json")).read_text())
     assert (report.processes, report.leaves, report.error) == (4, 4, "")
+
+
+def test_a_training_job_that_is_cancelled_is_not_requeued(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    training = Training(slurm, tmp_path / "cancelled")
+    training.wait_for_start(1)
+    slurm.run("scancel", training.job)
+    wait_until(lambda: slurm.job_state(training.job) in ENDED, training.output)
+    time.sleep(3)  # longer than Slurm's KillWait: what is left of the job might put it back into the queue until then
+    assert slurm.job_state(training.job) == "CANCELLED"
 
 
 class Training:
@@ -125,10 +133,16 @@ class Training:
         return file.read_text() if file.exists() else ""
 
     def wait_for_checkpoint(self, step: int) -> None:
-        wait_until((self.folder / "checkpoints" / str(step)).exists, self.output)
+        """Waits for the checkpoint of this step, or for a later one."""
+        wait_until(lambda: self.last_checkpoint() >= step, self.output)
 
-    def wait_for_restart(self, number: int) -> None:
-        wait_until(lambda: f"(restart {number} of" in self.output(), self.output)
+    def last_checkpoint(self) -> int:
+        paths = (self.folder / "checkpoints").glob("*")
+        return max((int(path.name) for path in paths if path.name.isdigit()), default=0)
+
+    def wait_for_start(self, number: int) -> None:
+        """Waits until the job trains for the second time, for example."""
+        wait_until(lambda: len(self.first_steps()) == number, self.output)
 
     def wait_for_the_end(self) -> None:
         wait_until(lambda: self._slurm.job_state(self.job) in ENDED, self.output)
@@ -142,8 +156,8 @@ class Training:
 
     def first_steps(self) -> list[int]:
         """Returns the first step after each start of the job."""
-        steps = [0, *(step for step, _ in self._steps())]
-        return [step for before, step in itertools.pairwise(steps) if before == 0 or step != before + 1]
+        starts = re.split(r"\(restart \d+ of", self.output())
+        return [int(steps[0]) for start in starts if (steps := re.findall(r"^step (\d+) loss", start, re.M))]
 
     def _steps(self) -> list[tuple[int, str]]:
         return [(int(step), loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", self.output(), re.M)]

@@ -42,6 +42,8 @@ FirstJobId={first_job}
 ReturnToService=2
 SlurmdTimeout=300
 KillWait=2
+# `scontrol show job` knows a job for so long after its end.
+MinJobAge=3600
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 SwitchType=switch/none
