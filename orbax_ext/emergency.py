@@ -94,13 +94,13 @@ async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep)
 def _for_absent(handler: BroadcastArrayHandler, spent: float) -> BroadcastArrayHandler:
     """Returns the handler for leaves of which no host has anything, `spent` seconds after the beginning.
 
-    `auto` becomes `spread`: the storage of an emergency manager is known to be slow, and is read once.
+    `auto` becomes `spread`: persistent storage is the slow tier here, and each byte is read once.
     """
     knobs: Knobs = {}
     if handler.options.strategy == "auto":
         knobs["strategy"] = "spread"
     if handler.options.timeout is not None:
-        knobs["timeout"] = max(1.0, handler.options.timeout - spent)  # it fails in time, but with a clear error
+        knobs["timeout"] = max(1.0, handler.options.timeout - spent)  # a handler refuses 0 and less
     return handler.with_knobs(**knobs)
 
 
