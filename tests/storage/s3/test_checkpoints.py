@@ -93,17 +93,19 @@ def test_a_pending_restore_enables_s3_itself_until_it_has_ended(
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = {"weights": jax.device_put(np.arange(1 << 18, dtype=np.float32), here)}
     abstract = {"weights": jax.ShapeDtypeStruct((1 << 18,), np.float32, sharding=here)}
-    getattr(v1, "save", v1.save_pytree)(f"{s3}/one", state)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(f"{s3}/v0", args=ocp.args.PyTreeSave(state))
+    getattr(v1, "save", v1.save_pytree)(f"{s3}/v1", state)
     s3_lib.disable_s3()
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with contextlib.ExitStack() as stack:
         if api == "v1":
-            pending = orbax_ext.v1.load_async(f"{s3}/one", abstract, exchange=exchange)
+            pending = orbax_ext.v1.load_async(f"{s3}/v1", abstract, exchange=exchange)
         else:
             checkpointer = stack.enter_context(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
             args = ocp.args.PyTreeRestore(abstract, restore_args=orbax_ext.restore_args(abstract))
-            pending = orbax_ext.restore_async(checkpointer, f"{s3}/one/pytree", args, exchange=exchange)
+            pending = orbax_ext.restore_async(checkpointer, f"{s3}/v0", args, exchange=exchange)
         deadline = time.monotonic() + 60
         while not pending.done():
             assert time.monotonic() < deadline
