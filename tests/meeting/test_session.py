@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.protocol import ERROR
 from orbax_ext.meeting.session import Limits, Session, gather
 from orbax_ext.meeting.wire import restore_error_to_json
+from orbax_ext.upstream import runtime
 from tests.support.coordination import SharedClient, on_processes
 
 
@@ -91,6 +93,30 @@ def test_process_0_ends_its_wait_when_another_has_given_up_and_says_so() -> None
     assert isinstance(error, errors.RestoreTimeoutError)
     assert error.missing == (2,)
     assert time.monotonic() - began < 30
+
+
+def test_a_process_that_does_not_come_to_the_barrier_is_named_and_not_those_who_waited_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, barrier = SharedClient(), threading.Barrier(3)
+
+    def wait(name: str, timeout: float, processes: set[int]) -> None:
+        assert (timeout, processes) == (1, {0, 1, 2})
+        barrier.wait(timeout)
+
+    monkeypatch.setattr(runtime, "sync_global_processes", wait)
+
+    def run(process: int) -> None:
+        with Session(client, process, 3, "restore", Limits(stall=1.0)) as session:
+            session.arrive({})
+            if process != 2:
+                asyncio.run(session.barrier("before the exchange"))
+            session._member._left = process == 2  # as if it had died
+
+    first, second, _ = on_processes(3, run)
+    assert isinstance(first, errors.RestoreTimeoutError)
+    assert first.missing == (2,)
+    assert str(first) == str(second)
 
 
 def test_a_process_that_leaves_before_a_meeting_is_named() -> None:
