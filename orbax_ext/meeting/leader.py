@@ -290,7 +290,7 @@ class Leader(Member):
         session, pause = self.in_session(), PAUSES[0]
         yield from super().hand_in(mine)
         # Not so long that others name this process, because it has not come to the next restore.
-        deadline = self.now + min(HAND_IN_LIMIT, self.limits.stall / 2)
+        deadline = self.now + min(HAND_IN_LIMIT, self.limits.stall)
         while (yield from self.call(Get(session.handed_in_count))) < self.place.processes and self.now < deadline:
             yield from self.call(Sleep(pause))
             pause = min(PAUSES[1], pause * 1.5)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from orbax_ext import errors
 from orbax_ext.meeting import session as session_lib
-from orbax_ext.meeting.board import LocalClient
+from orbax_ext.meeting.board import Board, LocalClient
+from orbax_ext.meeting.protocol import ERROR
 from orbax_ext.meeting.session import Limits, Session, gather
+from orbax_ext.meeting.wire import restore_error_to_json
+from orbax_ext.upstream import runtime
 from tests.support.coordination import SharedClient, on_processes
 
 
@@ -67,6 +72,51 @@ def test_a_process_that_never_reports_is_named_beside_the_one_that_failed() -> N
     assert isinstance(first, errors.RestoreFailedError)
     assert first.failures[0].error == first.failures[1].error == "OSError: disk gone"
     assert first.failures[2].error == "no outcome yet, no report"
+
+
+def test_process_0_ends_its_wait_when_another_has_given_up_and_says_so() -> None:
+    client = SharedClient()
+    given_up = errors.RestoreTimeoutError("gave up", [2], {})
+
+    def run(process: int) -> None:
+        with Session(client, process, 3, "restore", Limits(stall=60.0)) as session:
+            session.arrive({})
+
+    def tell(process: int) -> None:
+        while not (arrived := client.key_value_dir_get("orbax_ext/restore/arrive/0/")):
+            time.sleep(0.01)
+        reply = arrived[0][0].removesuffix("/in") + "/reply"
+        Board(client).put(reply, {ERROR: restore_error_to_json(given_up)}, once=True)
+
+    began = time.monotonic()
+    error, _ = on_processes(2, lambda process: tell(process) if process else run(process))
+    assert isinstance(error, errors.RestoreTimeoutError)
+    assert error.missing == (2,)
+    assert time.monotonic() - began < 30
+
+
+def test_a_process_that_does_not_come_to_the_barrier_is_named_and_not_those_who_waited_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, barrier = SharedClient(), threading.Barrier(3)
+
+    def wait(name: str, timeout: float, processes: set[int]) -> None:
+        assert (timeout, processes) == (1, {0, 1, 2})
+        barrier.wait(timeout)
+
+    monkeypatch.setattr(runtime, "sync_global_processes", wait)
+
+    def run(process: int) -> None:
+        with Session(client, process, 3, "restore", Limits(stall=1.0)) as session:
+            session.arrive({})
+            if process != 2:
+                asyncio.run(session.barrier("before the exchange"))
+            session._member._left = process == 2  # as if it had died
+
+    first, second, _ = on_processes(3, run)
+    assert isinstance(first, errors.RestoreTimeoutError)
+    assert first.missing == (2,)
+    assert str(first) == str(second)
 
 
 def test_a_process_that_leaves_before_a_meeting_is_named() -> None:

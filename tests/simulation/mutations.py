@@ -232,7 +232,7 @@ UNNOTICED_DEPARTURE = Mutation(
 LONG_WAIT_FOR_REPORTS = Mutation(
     "process 0 waits for reports longer than the others wait for it at the next restore",
     "leader",
-    "min(HAND_IN_LIMIT, self.limits.stall / 2)",
+    "min(HAND_IN_LIMIT, self.limits.stall)",
     "HAND_IN_LIMIT",
 )
 SILENCE_WITHOUT_LIMIT = Mutation(

@@ -136,6 +136,7 @@ def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
+    comes_again = _left_early(plan) and "twice" in plan.kinds(0)  # to those who found nobody and are a restore behind
     deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if isinstance(record.error, RESTORE_ERRORS) and not record.named:
@@ -147,7 +148,7 @@ def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
             came = {r.process for r in _of_session(record, records) if r.waited > _LOOK}
             if not deaf and record.named & came - guilty:
                 yield f"names {sorted(record.named & came)}, who had come: {record}"
-        elif not record.named & guilty:
+        elif not record.named & guilty and not comes_again:
             yield f"does not name the culprit: {record}"
         elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
             yield f"names an innocent process: {record}"
