@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import webbrowser
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import jax
 import pytest
 from orbax.checkpoint._src.serialization import serialization
 
+import orbax_ext
 from orbax_ext.cli import exits, main
 from orbax_ext.cli.demo import acts, command, rows, storage, work
 from orbax_ext.cli.demo.rows import Act, Row
@@ -133,6 +136,24 @@ def test_act_a_restores_by_turns_and_compares(monkeypatch: pytest.MonkeyPatch, t
         "again, it took 1.00 s more than plain Orbax; its first meeting took 0.50 s of them",
     )
     assert len(told) == 2 * 5
+
+
+def test_reads_are_late_from_when_all_processes_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A process that starts more slowly than the others would not have to wait for long, and stock Orbax would do."""
+    done: list[str] = []
+
+    def late(seconds: float) -> AbstractContextManager[None]:
+        done.append("late")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(orbax_ext, "barrier", lambda name: done.append("together"))
+    monkeypatch.setattr(storage, "late", late)
+    sizes, path = (1, 1, jax.device_count()), str(tmp_path / "checkpoint")
+    work.save(path, 1, [1], sizes)
+    assert work.restore(path, 1, "plain", sizes=sizes, late=1.0)["changed"] == {}
+    assert done == ["together", "late"]
 
 
 @pytest.mark.parametrize(("taken_over", "kept"), [((0,), True), ((1, 0), True), ((), False), ((2,), False)])

@@ -59,8 +59,10 @@ def restore(
         manager = ocp.CheckpointManager(path)
         if megabytes_per_second is not None:
             stack.enter_context(storage.paced(megabytes_per_second * 1e6))
-        if late is not None and jax.process_index() == LATE_PROCESS:
-            stack.enter_context(storage.late(late))
+        if late is not None:
+            orbax_ext.barrier("late reader")  # else a process that starts slowly would not have to wait for long
+            if jax.process_index() == LATE_PROCESS:
+                stack.enter_context(storage.late(late))
         started, read = time.monotonic(), counters.bytes_read()
         restored = jax.block_until_ready(manager.restore(step, args=_args(abstract)))
         seconds, read = time.monotonic() - started, counters.bytes_read() - read
