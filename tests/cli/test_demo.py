@@ -143,8 +143,13 @@ def test_reads_are_late_from_when_all_processes_are_there(
 ) -> None:
     """A process that starts more slowly than the others would not have to wait for long, and stock Orbax would do."""
     done: list[str] = []
+
+    def late(seconds: float) -> AbstractContextManager[None]:
+        done.append("late")
+        return contextlib.nullcontext()
+
     monkeypatch.setattr(orbax_ext, "barrier", lambda name: done.append("together"))
-    monkeypatch.setattr(storage, "late", lambda seconds: contextlib.nullcontext(done.append("late")))
+    monkeypatch.setattr(storage, "late", late)
     sizes, path = (1, 1, jax.device_count()), str(tmp_path / "checkpoint")
     work.save(path, 1, [1], sizes)
     assert work.restore(path, 1, "plain", sizes=sizes, late=1.0)["changed"] == {}

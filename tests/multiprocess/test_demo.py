@@ -18,25 +18,47 @@ from orbax_ext.lab import Cluster
 pytestmark = pytest.mark.once
 
 
+# What orbax_ext does not keep if something else keeps the machine busy for a moment. All else it keeps always.
+ONLY_BUSY = re.compile(r"was not slower$|^again, it took |^it read ")
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Returns the JSON of a demo of all acts, by act, and the page that it wrote."""
     page = tmp_path_factory.mktemp("demo") / "page.html"
-    command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--json", "--html", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == exits.EXIT_OK, done.stdout + done.stderr
-    result = json.loads(done.stdout)
-    assert set(result) == {"ok", "seconds", "versions", "acts", "timeline"}
-    assert result["ok"]
+    result = play("--html", str(page))
     assert result["timeline"] == str(page)
+    played = {act["act"]: kept(act) for act in result["acts"]}
+    assert list(played) == ["a", "b", "c", "d"]
+    return {
+        "page": page.read_text(),
+        **{letter: {row["way"]: row for row in act["rows"]} for letter, act in played.items()},
+    }
+
+
+def play(*words: str) -> dict[str, Any]:
+    """Runs the demo and returns its JSON, which says the same as the exit code."""
+    command = [sys.executable, "-m", "orbax_ext.cli", "demo", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode in (exits.EXIT_OK, exits.EXIT_BAD_VERDICT), done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert set(result) == {"ok", "seconds", "versions", "acts", "timeline"}
+    assert result["ok"] == (done.returncode == exits.EXIT_OK) == all(act["kept"] for act in result["acts"])
     for act in result["acts"]:
         assert set(act) == {"act", "title", "claim", "kept", "broken", "rows"}
         keys = {"way", "outcome", "seconds", "megabytes_read", "exact", "meeting", "taken_over"}
         assert all(set(row) == keys for row in act["rows"])
-    return {
-        "page": page.read_text(),
-        **{act["act"]: {row["way"]: row for row in act["rows"]} for act in result["acts"]},
-    }
+    return result
+
+
+def kept(act: dict[str, Any]) -> dict[str, Any]:
+    """Returns an act in which orbax_ext did all that it claims; plays it up to twice more if it only took too long."""
+    for _ in range(2):
+        if not act["kept"]:
+            assert all(map(ONLY_BUSY.search, act["broken"])), act
+            (act,) = play("--act", act["act"])["acts"]
+    assert act["kept"], act
+    return act
 
 
 @pytest.mark.parametrize("act", ["a", "b"])

@@ -38,7 +38,7 @@ def job(s3_port: int, _proxy: FaultProxy) -> Iterator[lab.Cluster]:
         yield running
 
 
-@pytest.mark.parametrize("name", ["train_nnx", "train_linen", "train_s3"])
+@pytest.mark.parametrize("name", ["train_nnx", "overlap_nnx", "train_linen", "train_s3"])
 def test_a_loop_resumes_with_the_losses_of_an_undisturbed_one(job: lab.Cluster, path: str, name: str) -> None:
     checkpoints = f"s3://examples/{name}" if name == "train_s3" else path
     first, _ = run_on(job, name, checkpoints, "--steps", "12")
