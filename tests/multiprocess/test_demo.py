@@ -89,10 +89,17 @@ def test_plain_orbax_and_ours_restore_again(demo: dict[str, Any]) -> None:
 
 def test_a_late_reader_fails_stock_but_not_ours(demo: dict[str, Any]) -> None:
     stock, ours = demo["c"].values()
-    assert "failed" in stock["outcome"] or "hung" in stock["outcome"]
+    if not fails(stock):  # on a busy machine the other processes may be as late as the reader: then nobody waits
+        (act,) = play("--act", "c")["acts"]
+        stock, ours = kept(act)["rows"]
+    assert fails(stock)
     assert ours["exact"]
     assert work.LATE_PROCESS in ours["taken_over"]
     assert re.search(r"others read the part of process(es)? 0", ours["outcome"])
+
+
+def fails(row: dict[str, Any]) -> bool:
+    return "failed" in row["outcome"] or "hung" in row["outcome"]
 
 
 def test_a_damaged_file_leaves_stock_hanging_and_fails_ours_everywhere(demo: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ MIB = 1 << 20
 MESH = MeshSpec((4, 2), ("dp", "tp"))
 STATE = {f"layer_{number}": Spec((1024, 512), "float32", P("tp")) for number in range(6)}
 GROUPS = len(STATE)
-KNOBS = {"broadcast_memory_limit_bytes": 4 * MIB, "stall_timeout": 60, "late_seconds": math.inf}
+KNOBS = {"stall_timeout": 60, "late_seconds": math.inf}
+LIMITS = {"spread": 4 * MIB, "single": 5 * MIB}  # of memory: a leaf is a group
 PATIENCE = 30.0  # seconds that an exchange waits for the next one to be agreed on
 
 
@@ -69,6 +70,10 @@ def test_an_exchange_that_fails_after_the_next_was_agreed_on_is_everybodys_error
 
 
 # Run on the processes.
+
+
+def knobs(strategy: str) -> dict[str, Any]:
+    return {**KNOBS, "strategy": strategy, "broadcast_memory_limit_bytes": LIMITS[strategy]}
 
 
 class Agreed:
@@ -121,7 +126,7 @@ def restore_with_exchanges_that_wait(path: str, strategy: str) -> Seen:
 
     replaced = mock.patch.multiple(Executor, read=read_and_count, start_exchange=start_and_wait)
     with replaced, agreed.noted():
-        spans = states.restore_exactly(path, {**KNOBS, "strategy": strategy}, STATE, MESH).own.spans
+        spans = states.restore_exactly(path, knobs(strategy), STATE, MESH).own.spans
     exchanges = sorted((span.start, span.end) for span in spans if span.phase == "exchange")
     phases = {f"read group {number + 1} of {GROUPS}": number for number in range(GROUPS)}
     meetings = {phases[span.note]: span.start for span in spans if span.phase == "wait" and span.note in phases}
@@ -140,10 +145,9 @@ def fail_and_restore_again(path: str) -> tuple[str, list[str]]:
         return start(*args)
 
     failure = ""
-    knobs = {**KNOBS, "strategy": "spread"}
     with mock.patch.object(Exchange, "_start", fail_once), agreed.noted():
         try:
-            states.restore(path, STATE, MESH, knobs=knobs)
+            states.restore(path, STATE, MESH, knobs=knobs("spread"))
         except Exception as error:
             failure = str(error)
-    return failure, states.restore(path, STATE, MESH, knobs=knobs)
+    return failure, states.restore(path, STATE, MESH, knobs=knobs("spread"))
