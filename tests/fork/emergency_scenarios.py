@@ -42,8 +42,7 @@ def restore(root: str, *, set_mesh: bool = False) -> dict[str, str]:
 
 def restore_with_listing_error(root: str) -> None:
     """Restores while process 1 can't list its local steps."""
-    step_lib = importlib.import_module("orbax.checkpoint.path.step")
-    name_format = type(step_lib.standard_name_format())
+    name_format = type(ocp.path.step.standard_name_format())
     broken = mock.patch.object(name_format, "find_all", side_effect=OSError("the RAM disk is gone"))
     with manager(root) as running, broken if jax.process_index() == 1 else contextlib.nullcontext():
         running.restore(1)
