@@ -138,8 +138,12 @@ class Executor:
         """
 
         def exchange() -> list[DeviceBlocks]:
-            operands = self._zeros(group) if contributions is None else contributions
-            release(self._leaves.request(index).arg for index in group.leaves)
+            try:
+                operands = self._zeros(group) if contributions is None else contributions
+                release(self._leaves.request(index).arg for index in group.leaves)
+            except Exception:
+                self._exchange(group).take_part(self._ops(group))  # other processes may be inside
+                raise
             return self._run(group, operands)
 
         async def finish() -> dict[int, jax.Array]:

@@ -66,6 +66,24 @@ def test_what_a_share_has_is_known_without_memory_for_it() -> None:
     assert not vectors.called
 
 
+def test_a_process_whose_contribution_can_not_be_made_takes_part_all_the_same() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
+    executor = Executor(type_handlers.ArrayHandler(), Request((), (mesh,), ()), (), limit=10)
+    exchange = mock.Mock()
+
+    async def start() -> None:
+        await executor.start_exchange(Group(0, ("dp",), (), 0), None)
+
+    with (
+        mock.patch("orbax_ext.transfer.executor.exchange_among", return_value=exchange),
+        mock.patch.object(Executor, "_zeros", side_effect=MemoryError("no room")),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        asyncio.run(start())
+    exchange.take_part.assert_called_once_with(())
+    assert not exchange.run.called
+
+
 def test_the_persistent_cache_of_jax_keeps_the_programs_of_a_restore(tmp_path: pathlib.Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
     leaf = Leaf("leaf", (1234,), "float32", 4, (1234,), 0)
