@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import signal
@@ -99,8 +100,9 @@ def strict_read_error(path: str, implementation: str) -> Record:
 
 
 def reader_stalled(path: str, implementation: str) -> Record:
+    knobs: Any = {"late_seconds": 0.3} if implementation == "ours" else {}  # asked long before STALL
     with on(READER, lambda: fault_injection.slow_reads(1000)):
-        return restore(path, implementation)
+        return restore(path, implementation, **knobs)
 
 
 def permission_denied(path: str, implementation: str) -> Record:
@@ -140,12 +142,17 @@ def process_0_killed(path: str, implementation: str) -> Record:
 
 def _killed(path: str, implementation: str, rank: int) -> Record:
     """Kills a process while the reader reads."""
-    begun = pathlib.Path(f"{path}.{implementation}.{rank}.reading")
+    begun, connected, killed = (
+        pathlib.Path(f"{path}.{implementation}.{rank}.{what}") for what in ("reading", "connected", "killed")
+    )
+    ours = implementation == "ours"
+    knobs: Any = {"late_seconds": math.inf} if ours else {}  # else others read in place of the slow reader
     with (
-        on(READER, lambda: fault_injection.slow_reads(begun=begun)),
-        on(rank, lambda: fault_injection.signal_once(begun, signal.SIGKILL)),
+        fault_injection.noting_connection(connected),
+        on(READER, lambda: fault_injection.slow_reads(begun=begun, until=killed if ours else None)),
+        on(rank, lambda: fault_injection.killed_once(begun, connected if ours else None, killed)),
     ):
-        return restore(path, implementation)
+        return restore(path, implementation, **knobs)
 
 
 def never_calls(path: str, implementation: str) -> Record:

@@ -45,10 +45,17 @@ def small(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_a_restore_needs_one_state_instead_of_two(small_cluster: lab.Cluster, kept: str) -> None:
-    for grown, kept_both in small_cluster.run(measure, kept):
-        saved = {strategy: kept_both[strategy] - grown[strategy] for strategy in STRATEGIES}
-        assert all(saved[strategy] > 0.6 * STATE_BYTES for strategy in STRATEGIES), (grown, kept_both)
-        assert all(grown[strategy] < DEVICES * LIMIT + SLACK for strategy in STRATEGIES), grown
+    for strategy in STRATEGIES:
+        # What else the machine does can only add to a peak; a restore that frees nothing exceeds the bound each time.
+        attempts: list[list[tuple[int, int]]] = []
+        while not attempts or (not all(map(within_bounds, attempts[-1])) and len(attempts) < 3):
+            attempts.append(small_cluster.run(measure, kept, strategy))
+        assert all(map(within_bounds, attempts[-1])), f"{strategy}: bytes with release and without: {attempts}"
+
+
+def within_bounds(grown_and_kept: tuple[int, int]) -> bool:
+    grown, kept_both = grown_and_kept
+    return kept_both - grown > 0.6 * STATE_BYTES and grown < DEVICES * LIMIT + SLACK
 
 
 def test_the_arrays_of_the_old_state_are_deleted_and_nothing_else(small_cluster: lab.Cluster, small: str) -> None:
@@ -68,17 +75,13 @@ def test_the_error_of_a_restore_that_fails_says_what_is_gone(small_cluster: lab.
 # Run on the processes.
 
 
-def measure(path: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns by strategy how much memory a restore needs beside the old state, with release and without."""
-    grown, kept_both = {}, {}
-    for strategy in STRATEGIES:
-        with manager_of(path, strategy) as manager:
-            old = manager.restore(0, args=args_of(abstract()))  # compiles too
-            kept_both[strategy] = memory.peak_growth(functools.partial(manager.restore, 0, args=args_of(old)))
-            releasing = args_of(old, release=True)
-            grown[strategy] = memory.peak_growth(functools.partial(manager.restore, 0, args=releasing))
-            assert all(array.is_deleted() for array in old.values())
-            del old
+def measure(path: str, strategy: str) -> tuple[int, int]:
+    """Returns how much memory a restore needs beside the old state, with release and without."""
+    with manager_of(path, strategy) as manager:
+        old = manager.restore(0, args=args_of(abstract()))  # compiles too
+        kept_both = memory.peak_growth(functools.partial(manager.restore, 0, args=args_of(old)))
+        grown = memory.peak_growth(functools.partial(manager.restore, 0, args=args_of(old, release=True)))
+        assert all(array.is_deleted() for array in old.values())
     return grown, kept_both
 
 

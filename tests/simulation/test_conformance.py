@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from tests.simulation import plans, runs
 from tests.simulation.processes import InterruptError
 from tests.simulation.real_process import kind_of, named
 from tests.simulation.world import Host, Task, World
+from tests.support.s3_stores import free_port
 
 Script = Sequence[Action]
 
@@ -83,9 +83,7 @@ SCENARIOS: dict[str, Sequence[Script]] = {
 @pytest.fixture(scope="module")
 def clients() -> Iterator[list[Client]]:
     """Three clients of a real coordination service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     service = start_coordination_service(address, 3)
     joined: list[Any] = [None] * 3
 
@@ -244,9 +242,7 @@ def _outcome(error: BaseException | None) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_restore_ends_alike_without_a_service(stopped: signal.Signals) -> None:
     """Process 0, which has the service, is stopped or dies at work. Its calls hang; JAX ends the others if it dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tests.simulation.real_process", address]
     jobs = [
         subprocess.Popen([*command, str(number), "3", str(STALL), seconds], stdout=subprocess.PIPE, text=True)

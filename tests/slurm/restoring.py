@@ -8,6 +8,7 @@ process writes the error of its restore to FOLDER/RANK.
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import sys
@@ -33,7 +34,10 @@ def main(path: str, folder: pathlib.Path, victim: int) -> None:
     manager = ocp.CheckpointManager(path, item_names=("items",))
     slow = fault_injection.on(victim, lambda: fault_injection.slow_reads(FOREVER, folder / "reading"))
     try:
-        with orbax_ext.registered(replica_axis="data", strategy="spread", stall_timeout=STALL), slow:
+        with (
+            orbax_ext.registered(replica_axis="data", strategy="spread", stall_timeout=STALL, late_seconds=math.inf),
+            slow,
+        ):
             program.restore(manager, NamedSharding(mesh, PartitionSpec("model")), "plain")
     except orbax_ext.RestoreError as error:
         write(folder / str(jax.process_index()), f"{type(error).__name__}: {error}")

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+
+from tests.support.s3_stores import free_port
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _START_LIMIT = 60.0  # seconds; machines that run tests are slow
@@ -85,10 +86,8 @@ class Browser:
 @contextlib.contextmanager
 def running(width: int = 1400, height: int = 900) -> Iterator[Browser]:
     """Runs a browser with an empty profile; removes both at the end of the block."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        port = free_port()
         # Chromium keeps its sockets and settings in these directories.
         env = {**os.environ, "HOME": profile, "XDG_CONFIG_HOME": profile, "XDG_CACHE_HOME": profile}
         driver = subprocess.Popen(

@@ -25,6 +25,7 @@ from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.verify import Digests
 
 SLOW = 3.0  # seconds that a reader takes where something else has to happen meanwhile
+_LONGEST_START = 60.0  # seconds until all processes have connected, also on a busy machine
 
 Read = Callable[..., Awaitable[Any]]
 
@@ -85,13 +86,21 @@ def error_while_describing() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(request, "_leaf_request", fail)
 
 
-def slow_reads(seconds: float = SLOW, begun: pathlib.Path | None = None) -> contextlib.AbstractContextManager[None]:
-    """Delays every read, all of them at the same time. Creates the file `begun` when the first one begins."""
+def slow_reads(
+    seconds: float = SLOW, begun: pathlib.Path | None = None, until: pathlib.Path | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Delays every read, all of them at the same time, also until the file `until` exists.
+
+    Creates the file `begun` when the first one begins.
+    """
 
     async def wait() -> None:
         if begun is not None:
             begun.touch()
         await asyncio.sleep(seconds)
+        deadline = time.monotonic() + _LONGEST_START
+        while until is not None and not until.exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
     return before_each_read(wait)
 
@@ -144,24 +153,37 @@ def as_nobody() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signal_once(begun: pathlib.Path, number: signal.Signals) -> Iterator[None]:
-    """Sends the process a signal while the reader reads, after all processes have connected."""
-    connect, connected = Executor.connect, threading.Event()
+def noting_connection(folder: pathlib.Path) -> Iterator[None]:
+    """Creates a file in `folder` when this process has connected."""
+    connect = Executor.connect
 
     async def connect_and_note(*args: Any, **kwargs: Any) -> None:
         await connect(*args, **kwargs)
-        connected.set()
+        (folder / str(jax.process_index())).touch()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(Executor, "connect", connect_and_note):
+        yield
+
+
+@contextlib.contextmanager
+def killed_once(begun: pathlib.Path, connected: pathlib.Path | None, killed: pathlib.Path) -> Iterator[None]:
+    """Kills the process while the reader reads, after all have connected (see `noting_connection`).
+
+    Stock Orbax has no such step, and dies after half of the time of a slow read.
+    """
 
     def watch() -> None:
         while not begun.exists():
             time.sleep(0.05)
-        if connected.wait(SLOW / 2):  # stock Orbax has no such step
-            time.sleep(0.5)  # enough for the other processes to connect, too
-        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + (SLOW / 2 if connected is None else _LONGEST_START)
+        while time.monotonic() < deadline and len(list(connected.iterdir()) if connected else ()) < jax.process_count():
+            time.sleep(0.05)
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    with mock.patch.object(Executor, "connect", connect_and_note):
-        yield
+    yield
 
 
 # Faults in the exchange.

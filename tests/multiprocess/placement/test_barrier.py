@@ -52,7 +52,8 @@ def test_a_missing_process_is_named_and_a_later_meeting_works(several: lab.Clust
     """Stock: sync_global_devices has no limit and names nobody; it still waits when our barrier has given up."""
     assert all(several.run(stock_waits))
     last = several.processes - 1
-    for rank, error in enumerate(several.run(meet_without_the_last, 1.0)):
+    several.run(meet_together)  # so that all begin together
+    for rank, error in enumerate(several.run(meet_without_the_last, 5.0)):
         if rank != last:
             assert error.startswith("MeetingTimeoutError: barrier 'not for everyone'")
             assert f"still missing: process {last}." in error
