@@ -21,8 +21,8 @@ from orbax_ext.storage.s3.settings import Settings, config_section
 
 Provider = Callable[[], Mapping[str, Any]]
 
-# Settings of a profile that have its credentials made by a program or a service. boto3 knows all of them.
-_NEEDS_BOTO3 = ("role_arn", "sso_session", "sso_start_url", "credential_process", "login_session")
+# Settings of a profile that have its credentials made by a program or a service, beside role_arn. boto3 knows them all.
+_NEEDS_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "login_session")
 _CONTAINER = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
 _CONTAINER_LIMIT = 5.0  # seconds for a service on the same machine
 _BEFORE_CONTAINER = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
