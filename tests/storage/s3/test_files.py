@@ -88,11 +88,10 @@ def test_files_are_copied_between_buckets_through_this_process(s3: str, s3_port:
 
 def test_a_path_that_is_moved_to_itself_keeps_its_files(s3: str, proxy: FaultProxy) -> None:
     (epath.Path(s3) / "a" / "file").write_text("one")
-    proxy.requests.clear()
+    proxy.faults.append(Fault("denied", "^(PUT|POST|DELETE) "))  # nothing is copied or deleted
     for path in (epath.Path(s3) / "a", epath.Path(s3) / "a" / "file"):
         path.replace(f"{path}/" if path.is_dir() else path)
         assert (epath.Path(s3) / "a" / "file").read_text() == "one"
-    assert {request.line.partition(" ")[0] for request in proxy.requests} <= {"GET", "HEAD"}
     with pytest.raises(FileNotFoundError):
         (epath.Path(s3) / "none").replace(epath.Path(s3) / "none")
 
