@@ -33,10 +33,12 @@ PAGE = markdown.Page(
     ran on moto, a mock. AWS itself was not at hand.""",
     "make test-stores",
 )
-KINDS = {  # by what is searched in the names of tests
-    "save, asynchronous save, list, `latest_step`, delete": r"test_a_manager_saves|trash|moved_away",
+KINDS = {  # by what is searched in the names of tests; a test holds that each alternative finds one
+    "save, asynchronous save, list, `latest_step`, delete": r"test_a_manager_saves|moved_away|agree_on_what_was",
     "`Checkpointer`, v1 API, without OCDBT": r"test_a_checkpointer_saves|v1_api|without_ocdbt",
-    "restore on 4 processes": r"four_new|check_rehearses|each_piece|shapes_and_dtypes",
+    "restore on 4 processes": r"four_new|check_rehearses|each_piece|shapes_and_dtypes|read_by_their_specs",
+    "files and directories, moved and copied too": r"as_on_a_disk|moved_to_itself|not_moved_into|all_of_a_bucket"
+    r"|filled_by_moving|another_process_deletes_is_gone|as_a_whole_or_not_at_all",
     "interrupted save": r"saved_half_way|killed_just_before",
     "interrupted deletion": r"deleted_half_way",
     "names with odd characters": r"odd_",
@@ -45,8 +47,11 @@ KINDS = {  # by what is searched in the names of tests
     "credentials of profiles, containers, instances, web identities": r"with_the_credentials|web_identity",
     "wrong credentials": r"wrong_credentials",
     "expired credentials, access denied": r"expired|denied|holds_no_secret",
-    "throttling": r"503|429|throttled",
-    "resets, short answers, silence": r"reset|short|silent|no_answer|slow_bytes|passing_faults_are_retried$",
+    "another region, no such bucket, no server": r"another region|missing_bucket_is_named|nothing_listens",
+    "throttling, internal errors": r"burst of 50|500 on |503 on |429 on |throttled for good|broken for good",
+    "resets, short answers, silence": r"resets in|short data|short metadata|short for good|silent connection|no answer,"
+    r"|slow bytes|deletion_without_an_answer|passing_faults_are_retried$",
+    "https": r"go_over_https",
     "bucket in the host name": r"in_the_host_name",
     "directory markers of earlier releases": r"with_markers",
 }

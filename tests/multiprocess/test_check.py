@@ -187,6 +187,15 @@ def test_under_mpirun_the_verdict_does_not_wait_for_a_missing_process(saved: str
     assert done.stdout.splitlines()[-1].startswith("verdict: FAILED: not all processes of the job came within 2 s")
 
 
+def test_without_process_0_the_others_say_why_they_end(tmp_path: pathlib.Path) -> None:
+    with reserved_port() as port:  # where nobody listens
+        place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", "1"]
+        done = run([*command(), str(tmp_path), *place, "--timeout", "2"])
+    assert done.returncode == exits.EXIT_BAD_VERDICT, done.stderr
+    assert done.stdout == ""
+    assert "orbax-ext check, process 1: not all processes of the job came within 2 s" in done.stderr
+
+
 def command() -> list[str]:
     return [sys.executable, "-m", "orbax_ext.cli", "check"]
 

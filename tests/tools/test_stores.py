@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -15,9 +16,15 @@ from tools import markdown, releases, stores
 
 pytestmark = pytest.mark.once
 
-PASSED = {"tests.s3.test_stores::test_names_with_odd_characters": "passed", "tests.s3::test_503": "skipped"}
+ROOT = pathlib.Path(__file__).parents[2]
+
+PASSED = {
+    "tests.s3.test_stores::test_names_with_odd_characters": "passed",
+    "tests.s3::test_faults[503 on metadata]": "skipped",
+}
 FAILED = {"tests.s3.test_stores::test_names_with_odd_characters": "failed"}
 GCS = {"tests.multiprocess.test_gcs::test_four_processes_restore": "passed"}
+THROTTLING = "throttling, internal errors"
 ODD = "names with odd characters"
 
 
@@ -39,10 +46,26 @@ def columns(page: pathlib.Path, kind: str) -> dict[str, str]:
 
 def test_the_page_has_a_column_for_each_store(page: pathlib.Path) -> None:
     assert columns(page, ODD) == dict.fromkeys(stores.S3_STORES.values(), "1 of 1")
-    assert columns(page, "throttling") == dict.fromkeys(stores.S3_STORES.values(), "-")
+    assert columns(page, THROTTLING) == dict.fromkeys(stores.S3_STORES.values(), "-")
     assert columns(page, "version") == {title: f"1.2 of {store}" for store, title in stores.S3_STORES.items()}
     gcs = [["gs://", ""], ["version", "1.2 of gcs"], ["four processes restore", "passed"]]
     assert markdown.tables_in(page.read_text())[1] == gcs
+
+
+@pytest.mark.parametrize("kind", stores.KINDS)
+def test_each_pattern_of_a_kind_finds_tests(kind: str) -> None:
+    """Names of functions and texts, which are the names of cases, in the sources of the tests that run on stores."""
+    names = set()
+    for place in stores.S3_TESTS:
+        path = ROOT / place
+        for file in sorted(path.glob("test_*.py")) if path.is_dir() else [path]:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.add(node.value)
+    for pattern in stores.KINDS[kind].split("|"):
+        assert any(re.search(pattern, name) for name in names), pattern
 
 
 def test_stores_that_are_missing_are_named_and_keep_their_results(

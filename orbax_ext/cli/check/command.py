@@ -124,7 +124,13 @@ def _check_in_job(request: CheckRequest, place: joining.GivenPlace | None, as_js
     def watchdog(alone: bool, limit: float, what: str) -> contextlib.AbstractContextManager[None]:
         remedy = "see the logs of the others, and whether they reach process 0's host"
         failed = CheckResult(request.path, {}, error=f"{what} within {limit:g} s: {remedy}")
-        return _watchdog(limit, lambda: show(failed, alone))
+
+        def show_failure() -> None:
+            show(failed, alone)
+            if process := place_in_job()[0]:  # process 0, which prints the verdict, may be the one that is missing
+                print(f"orbax-ext check, process {process}: {failed.error}", file=sys.stderr, flush=True)
+
+        return _watchdog(limit, show_failure)
 
     with watchdog(False, request.timeout, "not all processes of the job came"):
         # JAX kills the process at its own limit, without a verdict, so that limit must be later than ours.

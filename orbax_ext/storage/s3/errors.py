@@ -25,10 +25,18 @@ _CODE = re.compile(r"<Code>\s*([\w.-]+)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _STATUS = re.compile(r"status code: (\d+ [A-Za-z ]*[A-Za-z])")
 _DENIED_STATUS = re.compile(r"status code: 40[13] ")
+_INSTANCE_SERVICE = re.compile(r"://[^/\s]+/latest/(?:api/token|meta-data/iam/)")  # asked after all other places
+_PROVIDER = re.compile(r"credential provider: DeniedError: (.*)")  # raised by our own provider
 _DEBUG = re.compile(r"\s*Debug source:.*", re.DOTALL)
 
+NO_CREDENTIALS = (
+    "No credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile, or give anonymous=True for "
+    "a public bucket."
+)
 _DENIED = "these credentials may not do this: check the bucket policy and which credentials are in use"
 _ELSEWHERE = "the bucket is in another region: give region=, or set AWS_REGION"
+_THROTTLED = "the store throttles: try again later, with fewer hosts at once"
+_BROKEN = "the store had an internal error: try again later"
 _REMEDIES = {
     "PermanentRedirect": _ELSEWHERE,
     "AuthorizationHeaderMalformed": _ELSEWHERE,
@@ -43,9 +51,13 @@ _REMEDIES = {
     "InvalidAccessKeyId": "the endpoint does not know this access key: check endpoint and credentials",
     "SignatureDoesNotMatch": "the secret key or the region is wrong, or a proxy changes requests",
     "Bad Request": "the store gave no reason; expired credentials are the usual one",
-    "SlowDown": "the store throttles: try again later, with fewer hosts at once",
+    "SlowDown": _THROTTLED,
+    "TooManyRequests": _THROTTLED,
+    "Too Many Requests": _THROTTLED,
     "ServiceUnavailable": "the store did not answer in time: try again later",
-    "InternalError": "the store had an internal error: try again later",
+    "Service Unavailable": _THROTTLED,  # the status alone, which is all that the answer to a HEAD says
+    "InternalError": _BROKEN,
+    "Internal Server Error": _BROKEN,
     "CURL error": "the connection failed again and again: check the endpoint and the network",
     "error sending request": "no answer: check the endpoint and the network",
     "HTTP error": "the connection failed again and again: check the endpoint and the network",
@@ -80,11 +92,17 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _explained(error: Exception, path: str) -> Exception:
+    text = str(error)
+    if words := _PROVIDER.search(text):
+        return DeniedError(explanation(path, words[1]))
+    if _INSTANCE_SERVICE.search(text):
+        reason = without_secrets(_reason(error)).strip()
+        return DeniedError(f"{path}: {NO_CREDENTIALS} This machine's instance role gave none either: {reason}")
     if is_missing_bucket(error):
         return MissingBucketError(explanation(path, _reason(error)))
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{path} does not exist.")
-    denied = isinstance(error, PermissionError) or _DENIED_STATUS.search(str(error))
+    denied = isinstance(error, PermissionError) or _DENIED_STATUS.search(text)
     return (DeniedError if denied else StoreError)(explanation(path, _reason(error)))
 
 

@@ -10,6 +10,7 @@ of file systems refuse; markers that are there are still understood.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import functools
 import io
@@ -28,6 +29,7 @@ from orbax_ext.storage.s3.paths import (
     PREFIX,
     PathLike,
     deletion_order,
+    directory_key,
     is_pattern,
     is_s3,
     normalized,
@@ -163,20 +165,29 @@ class S3Files(backend.Backend):
     def replace(self, path: PathLike, dst: PathLike) -> None:
         """Copies and deletes, because S3 has no rename. Commit files are copied last and deleted first."""
         _check_both_on_s3(path, dst)
+        _check_not_inside(path, dst)
         with explained(path):
             bucket, source = split(path)
             file = self.objects.file(path)
             sizes = {source: file[0]} if file is not None else self.objects.keys_below(path)
             if not sizes and path not in self._empty:
                 raise FileNotFoundError(f"{path} does not exist.")
-            for batch in reversed(deletion_order(list(sizes))):
+            if normalized(path) == normalized(dst):
+                return  # else the copies would be deleted as sources
+            if file is not None:
+                targets = {source: normalized(dst)}
+            else:
+                inside = directory_key(path)
+                names = {key: key.removeprefix(inside) for key in sizes if not key.endswith("/")}  # without markers
+                targets = {key: f"{normalized(dst)}/{name}" for key, name in names.items()}
+            for batch in reversed(deletion_order(list(targets))):
                 for key in batch:
-                    if not key.endswith("/"):  # the marker of a directory
-                        target = normalized(dst) + key.removeprefix(source)
-                        self.objects.copy(f"{PREFIX}{bucket}/{key}", target, sizes[key])
+                    self.objects.copy(f"{PREFIX}{bucket}/{key}", targets[key], sizes[key])
             for batch in deletion_order(list(sizes)):
                 self.objects.delete(path, batch)
             self._empty.moved(path, dst)
+            for target in targets.values():
+                self._empty.filled(target)
 
     def copy(self, path: PathLike, dst: PathLike, overwrite: bool) -> None:
         _check_both_on_s3(path, dst)
@@ -208,3 +219,10 @@ class S3Files(backend.Backend):
 def _check_both_on_s3(path: PathLike, dst: PathLike) -> None:
     if not (is_s3(path) and is_s3(dst)):
         raise ValueError(f"Moving and copying works within S3 only; got {os.fspath(path)} and {os.fspath(dst)}.")
+
+
+def _check_not_inside(path: PathLike, dst: PathLike) -> None:
+    """Raises OSError, as a disk does, if one path is inside the other: some copies would be deleted as sources."""
+    source, target = f"{normalized(path)}/", f"{normalized(dst)}/"
+    if source != target and (source.startswith(target) or target.startswith(source)):
+        raise OSError(errno.EINVAL, f"can't be moved to {target[:-1]}: one is inside the other", source[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import posixpath
 
@@ -51,10 +52,15 @@ def split_at_wildcard(path: str) -> list[str]:
 
 
 def deletion_order(keys: list[str]) -> list[list[str]]:
-    """Returns batches of keys to delete one after the other: commit files first, the outermost before all others."""
-    commits = sorted((key for key in keys if posixpath.basename(key) == COMMIT_FILE), key=lambda key: key.count("/"))
-    others = [key for key in keys if posixpath.basename(key) != COMMIT_FILE]
-    batches = [[key] for key in commits[:1]]
-    for group in (commits[1:], others):
+    """Returns batches of keys to delete one after the other: commit files first, outer ones before those inside.
+
+    A store deletes the keys of a batch in any order, so commit files of different depths are in different batches.
+    """
+    groups: dict[float, list[str]] = {}  # by depth; all that are not commit files are below them
+    for key in keys:
+        depth = key.count("/") if posixpath.basename(key) == COMMIT_FILE else math.inf
+        groups.setdefault(depth, []).append(key)
+    batches: list[list[str]] = []
+    for _, group in sorted(groups.items()):
         batches += [group[start : start + _MOST_DELETED] for start in range(0, len(group), _MOST_DELETED)]
     return batches

@@ -130,8 +130,14 @@ def _profile_config(environ: Mapping[str, str], profile: str) -> dict[str, str]:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}  # the clients report what is wrong with it
-    config = _section(parser, "default" if profile == "default" else f"profile {profile}")
+    config = _section(parser, config_section(parser, profile))
     return config | _section(parser, f"services {config.get('services')}")
+
+
+def config_section(parser: configparser.RawConfigParser, profile: str) -> str:
+    """Returns the name of a profile's section in AWS's config file. The default one's has two spellings."""
+    section = f"profile {profile}"
+    return profile if profile == "default" and not parser.has_section(section) else section
 
 
 def _section(parser: configparser.RawConfigParser, section: str) -> dict[str, str]:

@@ -73,7 +73,7 @@ def test_the_v1_api_saves_and_loads(s3: str) -> None:
         check(checkpointer.load_pytree(3))
 
 
-def test_the_handler_restores_sharded_arrays_and_counts_requests(s3: str) -> None:
+def test_the_handler_restores_sharded_arrays(s3: str) -> None:
     mesh = jax.make_mesh((1,), ("dp",))
     state = {"weights": jax.device_put(np.arange(4096.0), NamedSharding(mesh, PartitionSpec()))}
     with ocp.CheckpointManager(s3) as manager:

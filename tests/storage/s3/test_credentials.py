@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import pathlib
@@ -11,70 +10,20 @@ import shutil
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from etils import epath
 
 from orbax_ext.storage import s3 as s3_lib
-from orbax_ext.storage.s3 import client, credentials
-from orbax_ext.storage.s3.errors import DeniedError, MissingBucketError, StoreError
+from orbax_ext.storage.s3 import credentials
+from orbax_ext.storage.s3.errors import DeniedError
 from orbax_ext.storage.s3.settings import Settings
 from tests.support import s3_checkpoints, s3_server, s3_stores
+from tests.support.aws_services import AUTHORIZATION, NothingThere, Service, serving
 from tests.support.s3_proxy import FaultProxy
 
 KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
-ANSWER = {
-    "AccessKeyId": s3_server.ACCESS_KEY,
-    "SecretAccessKey": s3_server.SECRET_KEY,
-    "Token": s3_server.SESSION_TOKEN,
-    "Expiration": "2099-01-01T00:00:00Z",
-    "Code": "Success",
-}
-STS = (
-    "<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
-    f"<AccessKeyId>{s3_server.ACCESS_KEY}</AccessKeyId><SecretAccessKey>{s3_server.SECRET_KEY}</SecretAccessKey>"
-    f"<SessionToken>{s3_server.SESSION_TOKEN}</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>"
-    "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
-)
-
-
-class Service(http.server.BaseHTTPRequestHandler):
-    """Hands out credentials as a container's and an instance's service and as AWS's token service do."""
-
-    def answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = json.dumps(ANSWER)
-        if self.path.endswith("/security-credentials/"):
-            body = "role"
-        elif self.path.endswith("/api/token"):
-            body = "token"
-        elif self.command == "POST":
-            body = STS
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    do_GET = do_PUT = do_POST = answer  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving(handler: type[http.server.BaseHTTPRequestHandler], context: ssl.SSLContext | None = None) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        if context is not None:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-
-
 NEEDS_TOKENS = pytest.mark.skipif(
     not s3_server.STORES[s3_server.STORE].takes_any_session_token,
     reason="the credentials of these services have a session token, which this store refuses",
@@ -114,6 +63,12 @@ def of_a_process_that_boto3_starts(home: pathlib.Path, service: str) -> dict[str
     return {"AWS_CONFIG_FILE": str(home / "config"), "AWS_PROFILE": "lab"}
 
 
+def in_the_other_spelling_of_the_default_profile(home: pathlib.Path, service: str) -> dict[str, str]:
+    del service
+    (home / "config").write_text(f"[default]\naws_access_key_id = wrong\n[profile default]\n{KEYS}")
+    return {"AWS_CONFIG_FILE": str(home / "config")}
+
+
 def in_the_environment_before_a_profile(home: pathlib.Path, service: str) -> dict[str, str]:
     del service
     (home / "credentials").write_text("[lab]\naws_access_key_id = wrong\naws_secret_access_key = wrong\n")
@@ -126,10 +81,18 @@ def in_the_environment_before_a_profile(home: pathlib.Path, service: str) -> dic
 
 
 def of_a_container(home: pathlib.Path, service: str) -> dict[str, str]:
-    (home / "token").write_text("authorization")
+    (home / "token").write_text(AUTHORIZATION)
     return {
         "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/role",
         "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(home / "token"),
+    }
+
+
+def of_a_container_with_the_token_in_a_variable(home: pathlib.Path, service: str) -> dict[str, str]:
+    del home
+    return {
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/role",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN": AUTHORIZATION,
     }
 
 
@@ -141,9 +104,13 @@ def of_an_instance(home: pathlib.Path, service: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "place",
     [
-        *(in_a_profile, in_the_default_profile, in_the_environment_before_a_profile),
+        *(in_a_profile, in_the_default_profile, in_the_other_spelling_of_the_default_profile),
+        in_the_environment_before_a_profile,
         pytest.param(of_a_process_that_boto3_starts, marks=NEEDS_BOTO3),
-        *(pytest.param(place, marks=NEEDS_TOKENS) for place in (of_a_container, of_an_instance)),
+        *(
+            pytest.param(place, marks=NEEDS_TOKENS)
+            for place in (of_a_container, of_a_container_with_the_token_in_a_variable, of_an_instance)
+        ),
     ],
     ids=lambda place: place.__name__.replace("_", " "),
 )
@@ -223,6 +190,43 @@ def test_no_credentials_is_an_error_that_says_where_they_may_be(s3: str, monkeyp
         (epath.Path(s3) / "file").exists()
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_instance_without_a_role_has_no_credentials(s3: str, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    """Off AWS nobody listens where instances ask; an instance without a role is answered with 404."""
+    without_keys(monkeypatch)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+    with serving(NothingThere) as url:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url if answers else "http://127.0.0.1:1")
+        with pytest.raises(PermissionError, match=f"{s3}/file: No credentials found: set AWS_ACCESS_KEY_ID") as error:
+            (epath.Path(s3) / "file").exists()
+    assert ("404" in str(error.value)) == answers
+    assert "check the endpoint" not in str(error.value)
+
+
+def test_a_container_s_service_without_credentials_is_named(
+    s3: str, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_keys(monkeypatch)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{service}/role")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "a-wrong-token\n")
+    with pytest.raises(PermissionError, match=r"file: The service that AWS_CONTAINER_CREDENTIALS_FULL_URI") as error:
+        (epath.Path(s3) / "file").exists()
+    assert "a-wrong-token" not in str(error.value)
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "a-wrong-token")
+    with pytest.raises(PermissionError, match="gave no credentials: HTTP Error 401"):
+        (epath.Path(s3) / "file").exists()
+
+
+def test_a_role_of_a_profile_comes_before_keys_beside_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text(f"[default]\nrole_arn = x\n{KEYS}")
+    environ = {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(DeniedError, match="The profile 'default' has role_arn, which needs boto3"):
+        credentials.provider(Settings(), environ)
+
+
 def test_a_profile_that_needs_boto3_uses_it_or_names_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +250,9 @@ def test_keys_in_a_file_are_read_again_after_a_while(tmp_path: pathlib.Path) -> 
     assert (provider()["access_key_id"], provider()["token"]) == ("one", "t")
     file.write_text("[default]\naws_access_key_id = two\naws_secret_access_key = s\n")
     assert (provider()["access_key_id"], provider()["token"]) == ("two", None)
+    file.write_text("[default]\n")
+    with pytest.raises(DeniedError, match="The profile 'default' had keys"):
+        provider()
 
 
 def test_a_file_that_is_not_valid_is_named_without_its_text(tmp_path: pathlib.Path) -> None:
@@ -254,42 +261,6 @@ def test_a_file_that_is_not_valid_is_named_without_its_text(tmp_path: pathlib.Pa
     with pytest.raises(DeniedError, match=r"credentials can't be read: MissingSectionHeaderError") as error:
         credentials.provider(Settings(), {"AWS_SHARED_CREDENTIALS_FILE": str(file), "AWS_CONFIG_FILE": "/dev/null"})
     assert "hidden-secret" not in str(error.value)
-
-
-@pytest.mark.parametrize("statuses", [(200,), (301,), (403,), (503, 429, 200)])
-def test_aws_is_asked_for_the_region_of_a_bucket(statuses: tuple[int, ...]) -> None:
-    with serving(region_service(*statuses)) as url:
-        assert client.bucket_region("some-bucket", Settings(), url) == "eu-west-1"
-
-
-def test_a_region_that_aws_does_not_tell_is_not_guessed() -> None:
-    settings = Settings(retries=1)
-    with serving(region_service(503)) as url, pytest.raises(StoreError, match=r"s3://some-bucket: .*503.*pass region="):
-        client.bucket_region("some-bucket", settings, url)
-    with pytest.raises(StoreError, match=r"s3://some-bucket: .*refused.*check the network"):
-        client.bucket_region("some-bucket", settings, url)  # nobody listens any more
-
-
-def test_a_bucket_that_aws_does_not_know_is_missing() -> None:
-    with serving(region_service(404)) as url, pytest.raises(MissingBucketError, match="s3://some-bucket: NoSuchBucket"):
-        client.bucket_region("some-bucket", Settings(), url)
-
-
-@pytest.mark.parametrize(
-    ("settings", "bucket", "expected"),
-    [
-        (Settings(region="eu-west-1"), "bkt", ("https://bkt.s3.eu-west-1.amazonaws.com", True)),
-        (Settings(region="eu-west-1"), "my.bkt", ("https://s3.eu-west-1.amazonaws.com", False)),
-        (Settings(region="cn-north-1", addressing="path"), "bkt", ("https://s3.cn-north-1.amazonaws.com.cn", False)),
-        (Settings("http://minio:9000", "x"), "bkt", ("http://minio:9000", False)),
-        (Settings("https://cwobject.com", "x", addressing="virtual"), "bkt", ("https://bkt.cwobject.com", True)),
-    ],
-)
-def test_the_client_is_told_its_endpoint_whatever_the_environment_says(
-    settings: Settings, bucket: str, expected: tuple[str, bool]
-) -> None:
-    arguments = client.client_arguments(settings, bucket, {"AWS_ACCESS_KEY_ID": "x", "AWS_ENDPOINT_URL": "http://not"})
-    assert (arguments["aws_endpoint_url_s3"], arguments["virtual_hosted_style_request"]) == expected
 
 
 def certificate(folder: pathlib.Path) -> ssl.SSLContext:
@@ -328,21 +299,3 @@ def importable_boto3() -> Iterator[None]:
 def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-
-
-def region_service(*statuses: int) -> type[http.server.BaseHTTPRequestHandler]:
-    """Returns a service that answers with one status after the other, and then always with the last."""
-    remaining = list(statuses)
-
-    class Region(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            status = remaining.pop(0) if len(remaining) > 1 else remaining[0]
-            self.send_response(status)
-            if status not in (429, 503):
-                self.send_header("x-amz-bucket-region", "eu-west-1")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Region

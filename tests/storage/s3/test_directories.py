@@ -51,6 +51,18 @@ def test_a_directory_that_another_process_deletes_is_gone(s3: str, proxy: FaultP
     assert not directory.exists()
 
 
+def test_a_directory_that_is_filled_by_moving_and_deleted_by_another_process_is_gone(
+    s3: str, proxy: FaultProxy
+) -> None:
+    root = epath.Path(s3)
+    (root / "from" / "file").write_text("one")
+    (root / "above" / "to").mkdir(parents=True)
+    (root / "from").replace(root / "above" / "to")
+    assert (root / "above" / "to" / "file").read_text() == "one"
+    raw_store(s3, proxy.url).write("run/above/to/file", None).result()
+    assert not (root / "above").exists()
+
+
 @pytest.fixture
 def takes_markers(s3: str, s3_port: int) -> Iterator[str]:
     """The URL of a store that takes keys with a slash at their end: moto, if the one of the other tests does not."""

@@ -58,6 +58,35 @@ def test_passing_faults_are_retried_and_the_state_is_complete(
     assert time.monotonic() - begin < SILENCE / 2  # it was the client that gave up a silent connection
 
 
+PASSING_FOR_WRITES = {
+    "503 on metadata": Fault("503", "PUT .*_METADATA", times=2),
+    "503 on array data": Fault("503", "PUT .*/d/", times=2),
+    "429 on the manifest": Fault("429", "PUT .*manifest", times=2),
+    "429 on an upload in parts": Fault("429", r"POST .*\?uploads", times=2),
+    "503 on a part": Fault("503", "PUT .*uploadId", times=2),
+    "no answer, metadata": Fault("hold", "PUT .*_METADATA", times=1),
+    "no answer, array data": Fault("hold", "PUT .*/d/", times=1),
+    "no answer, an upload in parts": Fault("hold", r"POST .*\?uploads", times=1),
+    "no answer, a part": Fault("hold", "PUT .*uploadId", times=1),
+    "no answer, commit file": Fault("hold", "PUT .*commit_success", times=1),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fault", PASSING_FOR_WRITES.values(), ids=PASSING_FOR_WRITES.keys())
+def test_what_is_written_through_passing_faults_is_complete(s3: str, proxy: FaultProxy, fault: Fault) -> None:
+    proxy.faults.append(Fault(fault.kind, fault.match, fault.times))
+    large = bytes(range(256)) * (40 << 10)  # is sent in parts
+    begin = time.monotonic()
+    save(s3, 0)
+    (epath.Path(s3) / "large").write_bytes(large)
+    assert time.monotonic() - begin < SILENCE / 2  # it was the client that gave up a silent connection
+    assert proxy.faults[0].hits == fault.times
+    proxy.calm()
+    check(restore(s3))
+    assert (epath.Path(s3) / "large").read_bytes() == large
+
+
 LASTING = {
     "expired credentials, metadata": (Fault("expired", "GET .*_METADATA"), "renew the credentials"),
     "expired credentials, arrays": (Fault("expired", "GET .*manifest"), "renew the credentials"),
@@ -69,6 +98,9 @@ LASTING = {
     "access denied, metadata": (Fault("denied", "GET .*_METADATA"), "bucket policy"),
     "access denied, arrays": (Fault("denied", "GET .*/d/"), "bucket policy"),
     "throttled for good, arrays": (Fault("503", "GET .*manifest"), "try again later"),
+    "throttled for good by 429, arrays": (Fault("429", "GET .*manifest"), "with fewer hosts at once"),
+    "throttled for good by 429, metadata": (Fault("429", "GET .*_METADATA"), "with fewer hosts at once"),
+    "throttled for good, without a reason": (Fault("503", "HEAD "), "with fewer hosts at once"),
     "broken for good, arrays": (Fault("500", "GET .*manifest"), "try again later"),
     "broken for good, metadata": (Fault("500", "GET .*_METADATA"), "try again later"),
     "short for good, metadata": (Fault("short", "GET .*_METADATA"), "check the endpoint"),

@@ -86,6 +86,36 @@ def test_files_are_copied_between_buckets_through_this_process(s3: str, s3_port:
     assert not epath.Path(s3).exists()
 
 
+def test_a_path_that_is_moved_to_itself_keeps_its_files(s3: str, proxy: FaultProxy) -> None:
+    (epath.Path(s3) / "a" / "file").write_text("one")
+    proxy.faults.append(Fault("denied", "^(PUT|POST|DELETE) "))  # nothing is copied or deleted
+    for path in (epath.Path(s3) / "a", epath.Path(s3) / "a" / "file"):
+        path.replace(f"{path}/" if path.is_dir() else path)
+        assert (epath.Path(s3) / "a" / "file").read_text() == "one"
+    with pytest.raises(FileNotFoundError):
+        (epath.Path(s3) / "none").replace(epath.Path(s3) / "none")
+
+
+def test_a_directory_is_not_moved_into_itself_nor_onto_one_above_it(s3: str) -> None:
+    """Keys that are copied and keys that are deleted could be the same ones."""
+    for name in ("a/x", "a/a/x"):
+        (epath.Path(s3) / name).write_text(name)
+    for source, target in (("a", "a/a"), ("a/a", "a")):
+        with pytest.raises(OSError, match="one is inside the other"):
+            (epath.Path(s3) / source).replace(epath.Path(s3) / target)
+    assert [(epath.Path(s3) / name).read_text() for name in ("a/x", "a/a/x")] == ["a/x", "a/a/x"]
+    (epath.Path(s3) / "a").replace(epath.Path(s3) / "ab")  # begins with the same letters, but is beside it
+    assert (epath.Path(s3) / "ab" / "a" / "x").read_text() == "a/a/x"
+
+
+def test_all_of_a_bucket_is_moved(s3: str, s3_port: int) -> None:
+    s3_server.make_bucket(s3_port, "target-bucket")
+    (epath.Path(s3) / "file").write_text("one")
+    epath.Path(s3).parent.replace("s3://target-bucket/moved")
+    assert epath.Path("s3://target-bucket/moved/run/file").read_text() == "one"
+    assert not epath.Path(s3).exists()
+
+
 @pytest.mark.parametrize("mode", ["w", "wb", "a"])
 def test_a_file_is_written_as_a_whole_or_not_at_all(s3: str, proxy: FaultProxy, mode: str) -> None:
     path = epath.Path(s3) / "file"

@@ -21,6 +21,15 @@ def test_commit_files_are_deleted_first_and_nothing_is_forgotten(names: list[str
     assert is_commit == sorted(is_commit, reverse=True)
 
 
+@given(keys)
+def test_commit_files_are_deleted_from_the_outside_in_one_depth_after_the_other(names: list[str]) -> None:
+    """A store deletes the keys of one batch in any order."""
+    batches = [batch for batch in paths.deletion_order(names) if batch[0].endswith("commit_success.txt")]
+    depths = [{key.count("/") for key in batch} for batch in batches]
+    assert all(len(found) == 1 for found in depths)
+    assert depths == sorted(depths, key=min)
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

@@ -31,6 +31,12 @@ def test_arguments_come_before_the_environment_and_the_environment_before_the_pr
     assert (given.endpoint, given.region, given.addressing) == ("http://arg", "r-arg", "path")
 
 
+def test_the_default_profile_has_two_spellings_of_which_the_longer_one_comes_first(tmp_path: pathlib.Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = short\n[profile default]\nregion = long\n")
+    assert resolved(Settings(), AWS_CONFIG_FILE=str(config)).region == "long"
+
+
 @pytest.mark.parametrize(
     ("environ", "endpoint", "region"),
     [
