@@ -99,7 +99,7 @@ REASONS: dict[tuple[str, str], str] = {
     ): "in a thread that has a limit",
     ("transfer.compiling", "await asyncio.wait([self._all])"): _WORK,
     ("transfer.exchanges", "await asyncio.wait([before])"): "the exchange before has a limit",
-    ("transfer.exchanges", "await self._executor.start_exchange(exchange.group, exchange.contributions)"): _WORK,
+    ("transfer.exchanges", "await moving"): "an exchange, which has a limit",
     ("transfer.exchanges", "before.exception()"): _ENDED,
     ("transfer.exchanges", "done.exception()"): _ENDED,
     ("transfer.exchanges", "task.exception()"): _ENDED,

@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 from orbax.checkpoint import type_handlers
 
+from orbax_ext.meeting.threads import result_of
 from orbax_ext.plan import Group, Leaf
 from orbax_ext.plan.volumes import Loads
 from orbax_ext.request import Request
@@ -21,7 +22,7 @@ from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
 from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
 from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax, Turn, at_once
-from orbax_ext.transfer.programs import run_in_thread, start_thread
+from orbax_ext.transfer.programs import begin_in_thread, run_in_thread, start_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import release
 from orbax_ext.transfer.turns import in_turn
@@ -134,7 +135,8 @@ class Executor:
     ) -> asyncio.Future[dict[int, jax.Array]]:
         """Starts an exchange; the future has the leaves that it completes. `contributions` is emptied.
 
-        None stands for those of a process that has not read its share.
+        None stands for those of a process that has not read its share. The exchange begins before this returns, so that
+        this process takes part in it also if nobody waits for the future.
         """
 
         def exchange() -> list[DeviceBlocks]:
@@ -146,8 +148,10 @@ class Executor:
                 raise
             return self._run(group, operands)
 
+        exchanging = begin_in_thread(in_turn(exchange, self._limit))
+
         async def finish() -> dict[int, jax.Array]:
-            outputs = iter(await self._in_thread(in_turn(exchange, self._limit)))
+            outputs = iter(await result_of(exchanging, "an exchange", self._limit))
 
             def complete() -> dict[int, jax.Array]:
                 received: dict[int, Blocks] = {}
