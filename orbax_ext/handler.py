@@ -108,7 +108,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
-                reading = self._read_alone(request, plan, recorder)
+                reading = self._read_alone(request, plan, limit, recorder)
                 arrays = await while_bytes_arrive(reading, self.limits, jax.process_index(), "read")
             if self.options.verify:
                 with recorder.span("verify"):
@@ -130,7 +130,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
             arrived = digests.begin if self.options.verify else None
-            with Pipeline(self, request, plan, recorder, self.options, arrived) as pipeline:
+            with Pipeline(self, request, plan, recorder, self.options, arrived, agreed) as pipeline:
                 if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
                     await session.together("connect", pipeline.connect())
@@ -158,10 +158,12 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             await collect.collect(session, recorder)
         return arrays
 
-    async def _read_alone(self, request: Request, plan: RestorePlan, recorder: Recorder) -> Sequence[jax.Array]:
+    async def _read_alone(
+        self, request: Request, plan: RestorePlan, limit: int, recorder: Recorder
+    ) -> Sequence[jax.Array]:
         """Reads all leaves, without the other processes."""
         leaves = range(len(request.leaf_requests))
-        executor = Executor(self, request, request.leaves, self.limits.stall, recorder.through_orbax)
+        executor = Executor(self, request, request.leaves, self.limits.stall, recorder.through_orbax, limit)
         arrays = await executor.read_direct(leaves, await taking().claim(request, plan).take_direct(leaves))
         return [arrays[leaf] for leaf in leaves]
 

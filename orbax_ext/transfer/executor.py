@@ -46,15 +46,21 @@ class Executor:
         leaves: Sequence[Leaf],
         limit: float,
         through_orbax: set[str] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`."""
+        """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`.
+
+        `memory_limit`: bytes per device that may be under way. The plan keeps groups to it, this object other leaves.
+        """
         self._reader = without_array_metadata(handler)  # leaves in groups are never typed PRNG keys
         self._leaves = PlannedLeaves(request, leaves)
         self._meshes = request.mesh_infos
         self._limit = limit
         self._assembly = Assembly(request, self._leaves)
-        self._note_through_orbax = NoteThroughOrbax(self._leaves, set() if through_orbax is None else through_orbax)
-        self._direct = DirectReads(handler, self._leaves, self._assembly, limit, self._note_through_orbax)
+        self._note_through_orbax = note = NoteThroughOrbax(
+            self._leaves, set() if through_orbax is None else through_orbax
+        )
+        self._direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
         # Held here, because `exchange_among` keeps only those that were used last.
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
