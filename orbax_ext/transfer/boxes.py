@@ -175,6 +175,7 @@ class UsedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[np.ndarray]] = {}  # by size
+        self._kept = True
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Returns what `unaligned_empty` does."""
@@ -191,7 +192,12 @@ class UsedMemory:
         for block in own.values():
             free.setdefault(block.nbytes, []).append(block.reshape(-1).view(np.uint8))
         with self._lock:
-            self._free = free
+            self._free = free if self._kept else {}
+
+    def keep_nothing(self) -> None:
+        """Frees this memory, and what is given back later."""
+        with self._lock:
+            self._kept, self._free = False, {}
 
 
 def _empty(shape: Sequence[int], dtype: Any, offset: int) -> np.ndarray:

@@ -130,6 +130,10 @@ class DirectReads:
 
         return await run_in_thread(complete, self._limit) if fetched or slices else through_orbax
 
+    def give_up(self) -> None:
+        """Frees the memory that is kept to read into."""
+        self._memory.keep_nothing()
+
     def _release(self, leaves: Collection[int]) -> None:
         """Frees what leaves and slices that are about to be placed replace."""
         release(self._leaves.request(index).arg for index in leaves)

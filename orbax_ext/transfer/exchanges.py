@@ -90,6 +90,7 @@ class Exchanges:
             self._executor.take_part(exchange.group)  # other processes may be inside
         # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
         self.arrays, self._under_way, self._waiting = {}, [], []
+        self._begun = _nothing  # it may belong to an object that refers to this one
 
     async def _run(
         self,
@@ -128,3 +129,7 @@ class Exchanges:
 def _end(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _nothing() -> None:
+    pass

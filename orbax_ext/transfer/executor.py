@@ -177,6 +177,10 @@ class Executor:
         """
         start_thread(in_turn(lambda: self._run(group, self._zeros(group)), self._limit))
 
+    def give_up(self) -> None:
+        """Frees the memory that is kept to read into. What is under way goes on."""
+        self._direct.give_up()
+
     def _run(self, group: Group, operands: list[DeviceBlocks]) -> list[DeviceBlocks]:
         """Exchanges a group and waits for it. `operands` is emptied."""
         received = self._exchange(group).run(self._ops(group), operands)

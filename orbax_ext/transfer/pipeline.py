@@ -92,6 +92,7 @@ class Pipeline:
         self._reads.give_up()
         self._compiling.give_up()
         self._exchanges.give_up()
+        self._executor.give_up()
 
     @property
     def phase(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import pathlib
+import weakref
 from typing import Any
 
 import jax
@@ -156,3 +157,20 @@ def _slice_of(info: StoredSpec, value: np.ndarray) -> ReadItem:
     (whole,) = given_request([info], [args]).leaf_requests
     half = whole.leaf.sliced(Slice(0, 0, 32, 32))
     return ReadItem(0, whole, half, sharding, Block(half.block, jnp.dtype(value.dtype)))
+
+
+def test_memory_is_used_again_until_nothing_is_kept() -> None:
+    memory = boxes.UsedMemory()
+
+    def read() -> np.ndarray:
+        return memory.empty((1000,), np.float32)
+
+    first = read()
+    memory.give_back([first])
+    second = read()
+    assert second.ctypes.data == first.ctypes.data
+    memory.keep_nothing()
+    freed = weakref.ref(second.base)
+    memory.give_back([second])  # by a read that was under way
+    del first, second
+    assert freed() is None

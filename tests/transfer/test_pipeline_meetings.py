@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -58,6 +60,9 @@ class Storage:
         return asyncio.get_running_loop().create_future()
 
     def take_part(self, group: Group) -> None:
+        pass
+
+    def give_up(self) -> None:
         pass
 
     def share_bytes(self, group: Group) -> int:
@@ -165,3 +170,23 @@ def test_there_is_nothing_to_meet_for_while_the_first_exchange_travels_after_a_t
         assert await meetings.hold_for(2.5) < 10
 
     run(case, monkeypatch)
+
+
+def test_a_restore_that_has_ended_is_freed_before_python_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        storage = Storage()
+        monkeypatch.setattr(pipelines, "Executor", lambda *args: storage)
+        pipeline = Meetings(storage).pipeline
+        freed = weakref.ref(pipeline)
+        with pipeline:
+            await pipeline.read()
+        del pipeline
+        for _ in range(10):  # tasks that were cancelled end
+            await asyncio.sleep(0)
+        assert freed() is None
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(case(), 20))
+    finally:
+        gc.enable()
