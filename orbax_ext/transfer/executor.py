@@ -55,6 +55,7 @@ class Executor:
         self._reader = without_array_metadata(handler)  # leaves in groups are never typed PRNG keys
         self._leaves = PlannedLeaves(request, leaves)
         self._meshes = request.mesh_infos
+        self._loads = Loads(leaves, self._meshes, jax.process_count())
         self._limit = limit
         self._assembly = Assembly(request, self._leaves)
         self._note_through_orbax = note = NoteThroughOrbax(
@@ -130,11 +131,12 @@ class Executor:
 
     def whole_bytes(self, leaves: Sequence[int]) -> int:
         """Returns the bytes that this process reads of leaves that are read directly."""
-        return Loads(self._leaves.leaves, self._meshes, jax.process_count()).held(leaves, jax.process_index())
+        return self._loads.held(leaves, jax.process_index())
 
     def extend(self, leaves: Sequence[Leaf]) -> None:
         """Takes slices that were added to the plan."""
         self._leaves.leaves = leaves
+        self._loads = Loads(leaves, self._meshes, jax.process_count())
 
     def start_exchange(
         self, group: Group, contributions: list[DeviceBlocks] | None
