@@ -208,7 +208,9 @@ class Pipeline:
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
             self._move_boundary([*progress.values()])
-        self._compiling.decide()
+            self._compiling.decide(seconds_direct(self._bytes, self.course.ends, [*progress.values()]))
+        else:
+            self._compiling.decide()
         return ready and self.course.groups_left
 
     def start_exchange(self) -> None:
