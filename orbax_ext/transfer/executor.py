@@ -63,6 +63,7 @@ class Executor:
         )
         self._direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
+        self._share_bytes: dict[Group, int] = {}
         # Held here, because `exchange_among` keeps only those that were used last.
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
@@ -127,7 +128,9 @@ class Executor:
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
-        return sum(carrier.share_bytes for carrier in self._carriers(group))
+        if group not in self._share_bytes:  # groups never change, and may have thousands of leaves
+            self._share_bytes[group] = sum(carrier.share_bytes for carrier in self._carriers(group))
+        return self._share_bytes[group]
 
     def whole_bytes(self, leaves: Sequence[int]) -> int:
         """Returns the bytes that this process reads of leaves that are read directly."""

@@ -64,6 +64,9 @@ def test_what_a_share_has_is_known_without_memory_for_it() -> None:
         group = Group(0, ("dp",), (pack,), 0)
         assert executor.share_bytes(group) == 5000 * 4096
         assert [item.buffers for item in executor.items(group)] == [None] * 5000  # to read ahead into host memory
+        with mock.patch.object(executor, "_carriers") as carriers:
+            assert executor.share_bytes(Group(0, ("dp",), (pack,), 0)) == 5000 * 4096
+        assert not carriers.called  # it is asked for several times for each group
     assert not vectors.called
 
 
