@@ -33,6 +33,7 @@ from orbax_ext.storage import counters, s3
 from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.garbage import collected_seldom
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
@@ -92,7 +93,11 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
+        with (
+            collect.recorded() as recorder,
+            progress.shown(self.options.progress, recorder),
+            contextlib.ExitStack() as stack,
+        ):
             taking().recorder = recorder
             async with arrival.failing_together(self.limits, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
@@ -102,6 +107,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
                     plan = self._plan(request, limit, recorder)
+            stack.enter_context(collected_seldom(request.leaves))
             _log_meshes(request, self.options)
             _log_direct(request, plan)
             # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.

@@ -71,7 +71,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("storage.stall", "task.exception()"): _ENDED,
     ("storage.stall", "task.result()"): _ENDED,
     ("transfer.boxes", "self._lock"): _LOCK,
-    ("transfer.executor", "await self._direct.read(leaves, held, turn)"): _OWN,
+    ("transfer.executor", "await self.direct.read(leaves, held, turn)"): _OWN,
     ("transfer.local_blocks", "await reading.read(self._reader, items)"): _OWN,
     ("transfer.reading", "await read(handler, others)"): _OWN,
     ("transfer.reads", "await self._executor.read(group, held)"): _OWN,

@@ -61,7 +61,7 @@ class Executor:
         self._note_through_orbax = note = NoteThroughOrbax(
             self._leaves, set() if through_orbax is None else through_orbax
         )
-        self._direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
+        self.direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
         self._share_bytes: dict[Group, int] = {}
         # Held here, because `exchange_among` keeps only those that were used last.
@@ -118,13 +118,13 @@ class Executor:
 
     async def read_whole(self, group: Group) -> dict[int, jax.Array]:
         """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete."""
-        return await self._direct.read_own(group.leaves)
+        return await self.direct.read_own(group.leaves)
 
     async def read_direct(
         self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once
     ) -> dict[int, jax.Array]:
         """Reads all that this process holds of some leaves, except those whose blocks are `held`."""
-        return await self._direct.read(leaves, held, turn)
+        return await self.direct.read(leaves, held, turn)
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
@@ -181,10 +181,6 @@ class Executor:
         For a restore that has failed before its turn: other processes may be inside, and could not leave it.
         """
         start_thread(in_turn(lambda: self._run(group, self._zeros(group)), self._limit))
-
-    def give_up(self) -> None:
-        """Frees the memory that is kept to read into. What is under way goes on."""
-        self._direct.give_up()
 
     def _run(self, group: Group, operands: list[DeviceBlocks]) -> list[DeviceBlocks]:
         """Exchanges a group and waits for it. `operands` is emptied."""

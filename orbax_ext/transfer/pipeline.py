@@ -92,7 +92,7 @@ class Pipeline:
         self._reads.give_up()
         self._compiling.give_up()
         self._exchanges.give_up()
-        self._executor.give_up()
+        self._executor.direct.give_up()
 
     @property
     def phase(self) -> str:

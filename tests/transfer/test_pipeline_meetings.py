@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -38,6 +39,7 @@ class Storage:
     def __init__(self) -> None:
         self.compiled = asyncio.Event()
         self.compiling = False
+        self.direct = mock.Mock()
 
     def is_compiled(self, groups: object) -> bool:
         return self.compiled.is_set()
@@ -62,9 +64,6 @@ class Storage:
         return asyncio.get_running_loop().create_future()
 
     def take_part(self, group: Group) -> None:
-        pass
-
-    def give_up(self) -> None:
         pass
 
     def share_bytes(self, group: Group) -> int:
