@@ -162,7 +162,8 @@ class Executor:
         exchanging = begin_in_thread(in_turn(exchange, self._limit))
 
         async def finish() -> dict[int, jax.Array]:
-            outputs = iter(await result_of(exchanging, "an exchange", self._limit))
+            blocks = await result_of(exchanging, "an exchange", self._limit)
+            outputs = iter(blocks)
 
             def complete() -> dict[int, jax.Array]:
                 received: dict[int, Blocks] = {}

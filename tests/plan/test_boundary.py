@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -264,7 +265,7 @@ def test_nothing_is_compiled_for_what_is_read_in_less_time(ready: bool, boundary
     ids=["fast storage", "slower storage", "held", "exchanged"],
 )
 def test_all_is_read_directly_at_once_if_that_takes_less_time_than_to_compile(
-    changed: dict[str, float], front: int, boundary: int
+    changed: dict[str, Any], front: int, boundary: int
 ) -> None:
     read = dataclasses.replace(IDLE, begun=3, ready=False, waiting=0.1, storage=10_000.0, fabric=0.0)
     progress = [read, dataclasses.replace(read, **changed)]

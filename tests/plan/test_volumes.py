@@ -162,13 +162,12 @@ def calls_of_block_bytes(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Returns how often the bytes of a block are worked out to plan a restore and count the bytes of its groups."""
     leaves = [_leaf(f"w{number}", (8, MIB), (("tp",),)) for number in range(layers)]
     counted = 0
-    block_bytes = Leaf.block_bytes.fget
-    assert block_bytes is not None
+    block_bytes: Any = vars(Leaf)["block_bytes"]
 
     def count(leaf: Leaf) -> int:
         nonlocal counted
         counted += 1
-        return int(block_bytes(leaf))
+        return int(block_bytes.fget(leaf))
 
     with monkeypatch.context() as patched:
         patched.setattr(Leaf, "block_bytes", property(count))

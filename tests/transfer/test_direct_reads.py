@@ -32,7 +32,7 @@ def most_under_way(sizes: Sequence[int], memory_limit: int | None) -> int:
     executor = Executor(type_handlers.ArrayHandler(), request, leaves, limit=10, memory_limit=memory_limit)
     under_way, seen = 0, [0]
 
-    async def read_own(_: DirectReads, indices: Sequence[int]) -> dict[int, Any]:
+    async def read_own(self: DirectReads, indices: Sequence[int]) -> dict[int, Any]:
         nonlocal under_way
         under_way += sum(sizes[index] for index in indices)
         seen.append(under_way)
