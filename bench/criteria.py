@@ -67,6 +67,11 @@ class Results:
     def seconds(self, scenario: str, strategy: str) -> float | None:
         return self.value(scenario, strategy, lambda result: result.seconds)
 
+    def at_one_commit(self, strategy: str, *scenarios: str) -> bool:
+        """Returns whether a strategy was measured at the same commit in these scenarios."""
+        results = [self._known.get((scenario, strategy)) for scenario in scenarios]
+        return None not in results and len({result.commit for result in results if result}) == 1
+
     def worst(self, scenario: str) -> float | None:
         """Returns the seconds of the worst run of `auto`; None if there are too few runs."""
         result = self._known.get((scenario, AUTO))
@@ -133,7 +138,9 @@ def _prices(known: Results) -> Iterator[Figure]:
     auto = {name: known.seconds(name, AUTO) for name in _SCENARIOS}
     plain = {name: known.seconds(name, PLAIN) for name in _SCENARIOS}
     yield Figure("`small_leaves`: `auto` / plain", 0.1, _ratio(auto["small_leaves"], plain["small_leaves"]))
-    leaves = _ratio(auto["many_leaves"], auto["small_leaves"])
+    leaves = None
+    if known.at_one_commit(AUTO, "many_leaves", "small_leaves"):
+        leaves = _ratio(auto["many_leaves"], auto["small_leaves"])
     yield Figure("`many_leaves` / `small_leaves`, four times the leaves: `auto`", 4.4, leaves)
     yield Figure("`demo_state`: `auto` / plain", 1.15, _ratio(auto["demo_state"], plain["demo_state"]))
     yield Figure("`page_cache`: `auto` / plain", 1.0, _ratio(auto["page_cache"], plain["page_cache"]))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.scenarios import Scenario
-from bench.strategies import OTHER_CODE
+from bench.strategies import OTHER_CODE, STRATEGIES
 from tools import releases
 
 PACKAGES = ("orbax-checkpoint", "jax", "tensorstore")  # whose versions are recorded
@@ -109,10 +109,13 @@ def result(scenario: Scenario, strategy: str, runs: Sequence[Run], *, busy: bool
 def merged(earlier: Iterable[Result], new: Result) -> list[Result]:
     """Returns the results with a new one, without those that must not stand beside it.
 
-    These are an earlier one of the same strategy, and all in the same table that measured our code at another commit.
+    These are an earlier one of the same strategy, all in the same table that measured our code at another commit, and
+    those of strategies that there are no more.
     """
 
     def stays(old: Result) -> bool:
+        if old.strategy not in STRATEGIES:
+            return False
         if old.condition != new.condition:
             return True
         if old.strategy == new.strategy:

@@ -33,6 +33,7 @@ from orbax_ext.storage import counters, s3
 from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.garbage import collected_seldom
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
@@ -92,7 +93,11 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):
+        with (
+            collect.recorded() as recorder,
+            progress.shown(self.options.progress, recorder),
+            contextlib.ExitStack() as stack,
+        ):
             taking().recorder = recorder
             async with arrival.failing_together(self.limits, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
@@ -102,13 +107,14 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     limit = memory_limit(self.options, request)
                     plan = self._plan(request, limit, recorder)
+            stack.enter_context(collected_seldom(request.leaves))
             _log_meshes(request, self.options)
             _log_direct(request, plan)
             # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
             with recorder.span("read"):
-                reading = self._read_alone(request, plan, recorder)
+                reading = self._read_alone(request, plan, limit, recorder)
                 arrays = await while_bytes_arrive(reading, self.limits, jax.process_index(), "read")
             if self.options.verify:
                 with recorder.span("verify"):
@@ -130,7 +136,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
             arrived = digests.begin if self.options.verify else None
-            with Pipeline(self, request, plan, recorder, self.options, arrived) as pipeline:
+            with Pipeline(self, request, plan, recorder, self.options, arrived, agreed) as pipeline:
                 if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
                     await session.together("connect", pipeline.connect())
@@ -158,10 +164,12 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             await collect.collect(session, recorder)
         return arrays
 
-    async def _read_alone(self, request: Request, plan: RestorePlan, recorder: Recorder) -> Sequence[jax.Array]:
+    async def _read_alone(
+        self, request: Request, plan: RestorePlan, limit: int, recorder: Recorder
+    ) -> Sequence[jax.Array]:
         """Reads all leaves, without the other processes."""
         leaves = range(len(request.leaf_requests))
-        executor = Executor(self, request, request.leaves, self.limits.stall, recorder.through_orbax)
+        executor = Executor(self, request, request.leaves, self.limits.stall, recorder.through_orbax, limit)
         arrays = await executor.read_direct(leaves, await taking().claim(request, plan).take_direct(leaves))
         return [arrays[leaf] for leaf in leaves]
 

@@ -49,7 +49,12 @@ LOOPS: dict[tuple[str, str, str], str] = {
         "not (await asyncio.wait({task}, timeout=min(stall, total, _LOOK_EVERY)))[0]",
     ): "`stall` seconds after the last change of a counter",
     ("transfer.again", "answers", "not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY))[0]"): _READS,
-    ("transfer.again", "taken", "count > self._free"): _READS,
+    ("transfer.room", "taken", "count > self._free"): _READS,
+    (
+        "transfer.compiling",
+        "_compile_all",
+        "not self._needed.done() and (left := (self._put_off_until - time.monotonic())) > 0",
+    ): "a second after the last meeting, or less",
     ("transfer.host_reads", "_compile_all", "(compile_programs := self._to_compile.get()) is not None"): _DAEMON,
     ("transfer.host_reads", "_read_units", "(unit := held.begin(self._room)) is not None"): _DAEMON,
     ("transfer.local_pipeline", "_finish_exchanges", "len(self._under_way) > left"): "each exchange has a limit",

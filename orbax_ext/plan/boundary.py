@@ -15,7 +15,7 @@ from orbax_ext.plan.planner import RestorePlan
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import Loads
 
-_PREPARING = 0.5  # seconds: the least that compiling and connecting take where that was not done before
+PREPARING = 0.5  # seconds: the least that compiling and connecting take where that was not done before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,23 @@ def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[P
     if all(one.fabric for one in progress):
         best = best_boundary(groups, ends, untouched, progress)
         return best if best == ends.front else max(best, least)
+    ready = all(one.ready for one in progress)
+    waiting = max(one.waiting for one in progress) + (0.0 if ready else PREPARING)
+    only_reads = seconds_direct(groups, ends, progress) < waiting
+    if only_reads and not ends.front and not ready and not _held(groups, untouched):
+        return ends.front  # before anything is compiled for exchanges
     if least < ends.back:  # nobody knows yet how long an exchange takes, and storage would be idle meanwhile
         return least
-    waiting = max(one.waiting for one in progress) + (0.0 if all(one.ready for one in progress) else _PREPARING)
-    return ends.front if seconds_direct(groups, ends, progress) < waiting else ends.back
+    return ends.front if only_reads else ends.back
+
+
+def _held(groups: Sequence[GroupBytes], untouched: int) -> bool:
+    """Returns whether somebody has much more for exchanges than is read before the first one: read ahead, for example.
+
+    That is one group at most (`shares_ahead`), and some bytes more where shares are not equal.
+    """
+    shares = sum(group.share for group in groups[:untouched])
+    return shares > 1.5 * max((group.direct for group in groups), default=0)
 
 
 def everything_is_read(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> bool:

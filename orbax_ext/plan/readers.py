@@ -51,7 +51,7 @@ def without(group: Group, absent: Collection[int], leaves: Sequence[Leaf], sizes
 
     `sizes` are those of the group's replica axes. The group keeps its operands, so its program stays the same.
     """
-    work = _Work(leaves, sizes, absent)
+    work = _Work(list(leaves), sizes, absent)
     bundles = tuple(work.without(bundle) for bundle in group.bundles)
     holed = dataclasses.replace(
         group, bundles=bundles, dropped=group.dropped | work.dropped, later=(*group.later, *work.later)
@@ -129,17 +129,19 @@ def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: 
         if isinstance(bundle, LaneBatch):
             piece = sum(bytes_of[leaf] for leaf in bundle.leaves) // len(loads.rates)
             absent = loads.overloaded(piece)
-            work = _Work(leaves, sizes, absent)
             if not absent:
                 kept.append(bundle)
-            elif set((holed := work.without(bundle)).leaves) & work.dropped:
+                continue
+            work = _Work(leaves, sizes, absent)
+            holed = work.without(bundle)
+            if set(holed.leaves) & work.dropped:
                 missing += bundle.leaves  # whole: what it lacks can't be written as slices
                 loads.give_back(piece, absent)
+                work.undo()
             else:
                 kept.append(holed)
                 missing += work.missing
                 later += work.later
-                leaves[:] = work.leaves
         else:
             missing += bundle.leaves
     added = _dealt(missing, {index: leaves[index].block_bytes for index in missing}, loads)
@@ -147,15 +149,20 @@ def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: 
 
 
 class _Work:
-    """Takes absent replicas out of bundles, and notes what they would have read."""
+    """Takes absent replicas out of bundles, and notes what they would have read. Adds new slices to the leaves."""
 
-    def __init__(self, leaves: Sequence[Leaf], sizes: Mapping[str, int], absent: Collection[int]) -> None:
-        self.leaves = list(leaves)
+    def __init__(self, leaves: list[Leaf], sizes: Mapping[str, int], absent: Collection[int]) -> None:
+        self.leaves = leaves
+        self._count = len(leaves)
         self.missing: list[int] = []
         self.dropped: frozenset[int] = frozenset()
         self.later: list[tuple[int, tuple[int, ...]]] = []
         self._sizes = sizes
         self._absent = frozenset(absent)
+
+    def undo(self) -> None:
+        """Takes the slices back that were added."""
+        del self.leaves[self._count :]
 
     def without(self, bundle: Bundle) -> Bundle:
         if isinstance(bundle, Sum):

@@ -42,14 +42,19 @@ class Loads:
         self._meshes = meshes
         self._processes = processes
         self._copies = functools.cache(lambda mesh, axes: _Copies.on(meshes[mesh], axes))
+        self._blocks = functools.cache(self._blocks_of)
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """The bytes of each leaf's block; counted once, because there may be many leaves and many groups."""
+        return [leaf.block_bytes for leaf in self._leaves]
 
     def travelling(self, groups: Sequence[Group]) -> Load:
         """Returns the load of groups that are read once and exchanged."""
         read, link, arrays = (np.zeros(self._processes) for _ in range(3))
-        sizes = [leaf.block_bytes for leaf in self._leaves]
         for (mesh, axes), equals in by_replicas(groups).items():
             copies = self._copies(mesh, axes)
-            total = _Exchanged(equals, sizes, copies.replicas)
+            total = _Exchanged(equals, self._sizes, copies.replicas)
             # Shares of one pack differ, but those of many even out.
             even = (total.read - total.read_by_one).mean()
             read += copies.by_process((total.read_by_one + even)[copies.replica], self._processes)
@@ -70,18 +75,17 @@ class Loads:
     def _held(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes of leaves that processes hold, and in how many arrays, by process."""
         read, arrays = np.zeros(self._processes), np.zeros(self._processes)
-        blocks = functools.cache(self._blocks)
         for leaf in (self._leaves[index] for index in indices):
             if leaf.mesh is None:
                 read += _leaf_bytes(leaf)
                 arrays += 1
                 continue
-            held = blocks(leaf.mesh, leaf.used_axes)
+            held = self._blocks(leaf.mesh, leaf.used_axes)
             read += held * leaf.block_bytes
             arrays += held > 0
         return read, arrays
 
-    def _blocks(self, mesh: int, used: frozenset[str]) -> np.ndarray:
+    def _blocks_of(self, mesh: int, used: frozenset[str]) -> np.ndarray:
         copies = self._copies(mesh, infer_axes(self._meshes[mesh], used))
         return copies.by_process(copies.first, self._processes)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from absl import logging
 
 from orbax_ext.storage import counters
+from orbax_ext.transfer.room import Room
 
 _TIMES = 3.0  # reads are asked for again if nothing comes for so many times as long as all of them should take
 _FLOOR = 5.0  # seconds; links that stop for a moment are not worth a second request
@@ -73,7 +73,7 @@ async def _ask_again(
     late = [number for number, future in enumerate(futures) if not future.done()]
     logging.warning("orbax_ext: storage does not answer %d of %d reads: asked again", len(late), len(futures))
     chosen = list(futures)
-    room = _Room(_AT_A_TIME)
+    room = Room(_AT_A_TIME)
 
     async def first(number: int) -> None:
         async with room.taken(reads[number].footprint):
@@ -95,29 +95,6 @@ async def _ask_again(
 
     await asyncio.gather(*map(first, late))
     return chosen
-
-
-class _Room:
-    """Room for so many bytes at a time, in the order in which it is asked for; one that needs more gets all of it."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._free = most
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def taken(self, count: int) -> AsyncIterator[None]:
-        count = min(count, self._most)
-        async with self._turn:
-            while count > self._free:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free -= count
-        try:
-            yield
-        finally:
-            self._free += count
-            self._freed.set()
 
 
 def _succeeded(future: Any) -> bool:

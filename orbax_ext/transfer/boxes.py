@@ -40,6 +40,7 @@ Box = tuple[tuple[int, int], ...]  # first row and end in each dimension
 
 _ALIGNMENT = 64  # bytes; JAX's CPU backend takes such a buffer as it is, and copies any other
 _OFF = 8  # bytes from there; every dtype can be viewed at such an address
+_SMALL = 256 << 10  # bytes of an array of which no box is read by itself if all are needed
 _AT_ONCE = 100  # reads that begin before other tasks of the event loop have a turn
 
 
@@ -71,10 +72,10 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     stores = await _results(begin_opening(handler, [item.request.info for item in candidates]))
     reopened = reopening()
     reads = [
-        _BoxRead(item, store, stored, box, devices, reopened)
+        read
         for item, store in zip(candidates, stores, strict=True)
         if store is not None and _as_stored(item, store)
-        for stored, box, devices in _boxes(item)
+        for read in _reads(item, store, reopened)
     ]
     limiter = items[0].request.info.byte_limiter
     footprint = sum(read.footprint for read in reads)
@@ -93,6 +94,62 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
         if read.item.index not in failed:
             blocks.setdefault(read.item.index, {}).update(read.blocks())
     return dict(blocks)
+
+
+def _reads(item: ReadItem, store: Any, reopened: Callable[[Any], Any]) -> list[_BoxRead] | list[_ArrayRead]:
+    """Returns the reads of an item: one for each box, or one for all of them where that costs less."""
+    parts = _boxes(item)
+    if len(parts) > 1 and item.leaf.slice is None:
+        whole = math.prod(store.shape)
+        covered = sum(math.prod(end - first for first, end in box) for _, box, _ in parts)
+        if covered == whole and whole * item.block.dtype.itemsize <= _SMALL:
+            return [_ArrayRead(item, store, {box: devices for _, box, devices in parts}, reopened)]
+    return [_BoxRead(item, store, stored, box, devices, reopened) for stored, box, devices in parts]
+
+
+class _ArrayRead:
+    """A small array all boxes of which are on this process: a copy of each costs less than a read of each."""
+
+    def __init__(
+        self,
+        item: ReadItem,
+        store: Any,
+        devices: Mapping[Box, Sequence[jax.Device]],
+        reopened: Callable[[Any], Any],
+    ) -> None:
+        self.item = item
+        self._store = store
+        self._devices = devices
+        self._reopened = reopened
+        self._array = self._second = np.empty(store.shape, item.block.dtype)
+        self.footprint = self._array.nbytes
+
+    def begin(self) -> Any:
+        return ts.array(self._array).write(self._store)
+
+    def begin_again(self) -> Any:
+        self._second = np.empty_like(self._array)
+        return ts.array(self._second).write(self._reopened(self._store))
+
+    def take_second(self) -> None:
+        """Leaves the first array, into which the first read may still write."""
+        self._array = self._second
+
+    def blocks(self) -> HostBlocks:
+        """Returns what was read, for each device."""
+        item, blocks = self.item, {}
+        make = item.memory.empty if item.memory else aligned_empty
+        for box, devices in self._devices.items():
+            part = self._array[tuple(slice(*rows) for rows in box)]
+            if item.buffers is None:
+                block = make(part.shape, part.dtype)
+                block[...] = part
+                blocks.update(dict.fromkeys(devices, block.reshape(item.block.carried_shape)))
+            else:
+                for device in devices:
+                    item.buffers[device][...] = part
+                    blocks[device] = item.buffers[device]
+        return blocks
 
 
 class _BoxRead:
@@ -175,6 +232,7 @@ class UsedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[np.ndarray]] = {}  # by size
+        self._kept = True
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Returns what `unaligned_empty` does."""
@@ -191,7 +249,12 @@ class UsedMemory:
         for block in own.values():
             free.setdefault(block.nbytes, []).append(block.reshape(-1).view(np.uint8))
         with self._lock:
-            self._free = free
+            self._free = free if self._kept else {}
+
+    def keep_nothing(self) -> None:
+        """Frees this memory, and what is given back later."""
+        with self._lock:
+            self._kept, self._free = False, {}
 
 
 def _empty(shape: Sequence[int], dtype: Any, offset: int) -> np.ndarray:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 
 from orbax_ext.plan import Group
+from orbax_ext.plan.boundary import PREPARING
 from orbax_ext.plan.course import Course
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer.executor import Executor
@@ -26,6 +29,7 @@ class Compiling:
         self._changed: dict[int, asyncio.Future[None]] = {}  # by number of the group
         self._one_at_a_time = asyncio.Lock()
         self._needed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put_off_until = 0.0
         if not may_be_needless:
             self._need()
 
@@ -35,12 +39,20 @@ class Compiling:
             groups = self._course.plan.groups
             if self._executor.is_compiled(groups):
                 self._need()
+            self._put_off_until = time.monotonic() + _AFTER
             self._all = asyncio.ensure_future(self._compile_all(groups))
 
-    def decide(self) -> None:
-        """Goes on at once if something is going to be exchanged, and stops if nothing is."""
+    def decide(self, direct: float = math.inf) -> None:
+        """Goes on at once if something is going to be exchanged, and stops if nothing is.
+
+        `direct`: seconds that reading all the rest directly is expected to take. If they are few, the programs, which
+        take as long to compile, are put off until then.
+        """
         if self._course.groups_left:
-            self._need()
+            if direct > 2 * PREPARING:
+                self._need()
+            else:
+                self._put_off_until = max(self._put_off_until, time.monotonic() + direct)
             return
         if self._all is not None:
             abandon(self._all)
@@ -67,7 +79,8 @@ class Compiling:
             self._needed.set_result(None)
 
     async def _compile_all(self, groups: Sequence[Group]) -> None:
-        await asyncio.wait([self._needed], timeout=_AFTER)
+        while not self._needed.done() and (left := self._put_off_until - time.monotonic()) > 0:
+            await asyncio.wait([self._needed], timeout=left)
         await self._recorder.timed("compile", self._executor.compile(groups))
 
     async def _compile(self, number: int) -> None:

@@ -22,6 +22,7 @@ from orbax_ext.transfer.donation import donatable
 from orbax_ext.transfer.programs import run_in_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import is_releasing, release
+from orbax_ext.transfer.room import Room
 from orbax_ext.upstream.array_handler import Format, without_array_metadata
 from orbax_ext.upstream.stored_arrays import deserialize
 
@@ -58,14 +59,17 @@ class DirectReads:
         assembly: Assembly,
         limit: float,
         note_through_orbax: NoteThroughOrbax,
+        memory_limit: int | None,
     ) -> None:
-        """`limit`: seconds that handing over may take."""
+        """`limit`: seconds that handing over may take. `memory_limit`: bytes per device that may be under way."""
         self._handler = handler
         self._reader = without_array_metadata(handler)
         self._leaves = leaves
         self._assembly = assembly
         self._limit = limit
         self._note_through_orbax = note_through_orbax
+        # Half of the limit is left for shares of groups, which are read before and after these leaves.
+        self._batch = _BATCH if memory_limit is None else max(1, min(_BATCH, memory_limit // (2 * _BATCHES)))
         self._memory = boxes.UsedMemory()
         # Thousands of leaves share a sharding.
         self._own_sharding = functools.cache(lambda sharding: mesh_lib.replica_sharding(sharding, sharding.mesh))
@@ -78,12 +82,12 @@ class DirectReads:
         simple = [leaf for leaf in others if not self._leaves.request(leaf).leaf.direct_because]
         # Who frees the old state for the new one has little memory.
         frugal = any(is_releasing(self._leaves.request(leaf).arg) for leaf in simple)
-        size, at_a_time = (_BATCH // 8, 1) if frugal else (_BATCH, _BATCHES)
-        batches = _batches(simple, [leaf.block_bytes for leaf in self._leaves.leaves], size)
-        few = asyncio.Semaphore(at_a_time)
+        size, at_a_time = (min(self._batch, _BATCH // 8), 1) if frugal else (self._batch, _BATCHES)
+        sizes = {leaf: self._leaves.leaves[leaf].block_bytes for leaf in simple}
+        batches, room = _batches(sizes, size), Room(at_a_time * size)
 
         async def read_batch(batch: Sequence[int]) -> dict[int, jax.Array]:
-            async with few, turn(batch):
+            async with room.taken(sum(sizes[leaf] for leaf in batch)), turn(batch):
                 return await self.read_own(batch)
 
         async def read_special(special: Sequence[int]) -> dict[int, jax.Array]:
@@ -126,6 +130,10 @@ class DirectReads:
 
         return await run_in_thread(complete, self._limit) if fetched or slices else through_orbax
 
+    def give_up(self) -> None:
+        """Frees the memory that is kept to read into."""
+        self._memory.keep_nothing()
+
     def _release(self, leaves: Collection[int]) -> None:
         """Frees what leaves and slices that are about to be placed replace."""
         release(self._leaves.request(index).arg for index in leaves)
@@ -159,8 +167,7 @@ def _share_memory(arrays: Iterable[jax.Array], blocks: Sequence[np.ndarray]) -> 
     return any(shard.data.unsafe_buffer_pointer() in addresses for shard in shards)
 
 
-def _batches(indices: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Returns the indices in batches of about `most` bytes."""
-    ends = itertools.accumulate(sizes[index] for index in indices)
-    numbered = zip(indices, (end // most for end in ends), strict=True)
+def _batches(sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Returns the indices of leaves with these sizes in batches of about `most` bytes."""
+    numbered = zip(sizes, (end // most for end in itertools.accumulate(sizes.values())), strict=True)
     return [[index for index, _ in batch] for _, batch in itertools.groupby(numbered, key=lambda pair: pair[1])]

@@ -72,9 +72,15 @@ class Exchanges:
         may_meet = self._may_meet = asyncio.get_running_loop().create_future()
         may_meet.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe nobody asks for its error
         place, self.started = self.started, self.started + 1
+        moving = None
         if before is not None:
             self._waiting.append(exchange)
-        self._under_way.append(asyncio.ensure_future(self._run(exchange, place, before, may_meet)))
+        else:  # it begins here, not in the task, which may be cancelled before its first step: the others are inside
+            moving = self._executor.start_exchange(exchange.group, exchange.contributions)
+        task = asyncio.ensure_future(self._run(exchange, place, before, moving, may_meet))
+        if moving is not None:
+            task.add_done_callback(lambda _: abandon(moving))
+        self._under_way.append(task)
 
     def give_up(self) -> None:
         """Waits for nothing any more, and drops what has arrived."""
@@ -84,20 +90,20 @@ class Exchanges:
             self._executor.take_part(exchange.group)  # other processes may be inside
         # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
         self.arrays, self._under_way, self._waiting = {}, [], []
+        self._begun = _nothing  # it may belong to an object that refers to this one
 
     async def _run(
         self,
         exchange: AgreedExchange,
         place: int,
         before: asyncio.Future[None] | None,
+        moving: asyncio.Future[dict[int, jax.Array]] | None,
         may_meet: asyncio.Future[None],
     ) -> None:
         failed = None
         if before is not None:
             await asyncio.wait([before])
-            self._waiting.remove(exchange)
             failed = before.exception()
-            self._begun()
         if failed is not None:
             may_meet.set_exception(failed)
         elif exchange.meet_after is not None:
@@ -105,7 +111,11 @@ class Exchanges:
         # Also if the one before has failed here: the other processes are inside this one.
         try:
             with self._recorder.span("exchange", group=exchange.number), self._rates.fabric_busy:
-                arrays = await self._executor.start_exchange(exchange.group, exchange.contributions)
+                if moving is None:
+                    self._waiting.remove(exchange)
+                    moving = self._executor.start_exchange(exchange.group, exchange.contributions)
+                    self._begun()
+                arrays = await moving
         except Exception as error:
             if not may_meet.done():
                 may_meet.set_exception(error)
@@ -119,3 +129,7 @@ class Exchanges:
 def _end(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _nothing() -> None:
+    pass

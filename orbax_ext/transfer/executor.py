@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 from orbax.checkpoint import type_handlers
 
+from orbax_ext.meeting.threads import result_of
 from orbax_ext.plan import Group, Leaf
 from orbax_ext.plan.volumes import Loads
 from orbax_ext.request import Request
@@ -21,7 +22,7 @@ from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
 from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
 from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax, Turn, at_once
-from orbax_ext.transfer.programs import run_in_thread, start_thread
+from orbax_ext.transfer.programs import begin_in_thread, run_in_thread, start_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import release
 from orbax_ext.transfer.turns import in_turn
@@ -45,16 +46,24 @@ class Executor:
         leaves: Sequence[Leaf],
         limit: float,
         through_orbax: set[str] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`."""
+        """`leaves` are those of the plan, slices included. Adds names of leaves that Orbax reads to `through_orbax`.
+
+        `memory_limit`: bytes per device that may be under way. The plan keeps groups to it, this object other leaves.
+        """
         self._reader = without_array_metadata(handler)  # leaves in groups are never typed PRNG keys
         self._leaves = PlannedLeaves(request, leaves)
         self._meshes = request.mesh_infos
+        self._loads = Loads(leaves, self._meshes, jax.process_count())
         self._limit = limit
         self._assembly = Assembly(request, self._leaves)
-        self._note_through_orbax = NoteThroughOrbax(self._leaves, set() if through_orbax is None else through_orbax)
-        self._direct = DirectReads(handler, self._leaves, self._assembly, limit, self._note_through_orbax)
+        self._note_through_orbax = note = NoteThroughOrbax(
+            self._leaves, set() if through_orbax is None else through_orbax
+        )
+        self.direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
+        self._share_bytes: dict[Group, int] = {}
         # Held here, because `exchange_among` keeps only those that were used last.
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
@@ -109,32 +118,36 @@ class Executor:
 
     async def read_whole(self, group: Group) -> dict[int, jax.Array]:
         """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete."""
-        return await self._direct.read_own(group.leaves)
+        return await self.direct.read_own(group.leaves)
 
     async def read_direct(
         self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once
     ) -> dict[int, jax.Array]:
         """Reads all that this process holds of some leaves, except those whose blocks are `held`."""
-        return await self._direct.read(leaves, held, turn)
+        return await self.direct.read(leaves, held, turn)
 
     def share_bytes(self, group: Group) -> int:
         """Returns the bytes that this process reads of a group that travels."""
-        return sum(carrier.share_bytes for carrier in self._carriers(group))
+        if group not in self._share_bytes:  # groups never change, and may have thousands of leaves
+            self._share_bytes[group] = sum(carrier.share_bytes for carrier in self._carriers(group))
+        return self._share_bytes[group]
 
     def whole_bytes(self, leaves: Sequence[int]) -> int:
         """Returns the bytes that this process reads of leaves that are read directly."""
-        return Loads(self._leaves.leaves, self._meshes, jax.process_count()).held(leaves, jax.process_index())
+        return self._loads.held(leaves, jax.process_index())
 
     def extend(self, leaves: Sequence[Leaf]) -> None:
         """Takes slices that were added to the plan."""
         self._leaves.leaves = leaves
+        self._loads = Loads(leaves, self._meshes, jax.process_count())
 
     def start_exchange(
         self, group: Group, contributions: list[DeviceBlocks] | None
     ) -> asyncio.Future[dict[int, jax.Array]]:
         """Starts an exchange; the future has the leaves that it completes. `contributions` is emptied.
 
-        None stands for those of a process that has not read its share.
+        None stands for those of a process that has not read its share. The exchange begins before this returns, so that
+        this process takes part in it also if nobody waits for the future.
         """
 
         def exchange() -> list[DeviceBlocks]:
@@ -146,8 +159,11 @@ class Executor:
                 raise
             return self._run(group, operands)
 
+        exchanging = begin_in_thread(in_turn(exchange, self._limit))
+
         async def finish() -> dict[int, jax.Array]:
-            outputs = iter(await self._in_thread(in_turn(exchange, self._limit)))
+            blocks = await result_of(exchanging, "an exchange", self._limit)
+            outputs = iter(blocks)
 
             def complete() -> dict[int, jax.Array]:
                 received: dict[int, Blocks] = {}

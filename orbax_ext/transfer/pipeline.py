@@ -43,8 +43,12 @@ class Pipeline:
         recorder: Recorder,
         options: Options,
         arrived: Callable[[Mapping[int, jax.Array]], None] | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        """`arrived` is called with arrays, by index of their leaf, as soon as they are complete."""
+        """`arrived` is called with arrays, by index of their leaf, as soon as they are complete.
+
+        `memory_limit`: what all have agreed on, in bytes per device.
+        """
         self.course = Course(plan, request.mesh_infos)
         self.boundary_moves = options.strategy == "auto"
         self.done = False  # everything is there, on all processes
@@ -52,7 +56,9 @@ class Pipeline:
         self._recorder = recorder
         self._strict = options.strict_readers
         self._arrived = arrived or (lambda arrays: None)
-        self._executor = Executor(handler, request, plan.leaves, options.stall_timeout, recorder.through_orbax)
+        self._executor = Executor(
+            handler, request, plan.leaves, options.stall_timeout, recorder.through_orbax, memory_limit
+        )
         self._bytes = bytes_of_groups(plan, request.mesh_infos, jax.process_count()) if self.boundary_moves else []
         self._rates = LinkRates(self._bytes)
         self._take_overs = TakeOvers(self.course, recorder)
@@ -86,6 +92,7 @@ class Pipeline:
         self._reads.give_up()
         self._compiling.give_up()
         self._exchanges.give_up()
+        self._executor.direct.give_up()
 
     @property
     def phase(self) -> str:
@@ -201,7 +208,9 @@ class Pipeline:
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
             self._move_boundary([*progress.values()])
-        self._compiling.decide()
+            self._compiling.decide(seconds_direct(self._bytes, self.course.ends, [*progress.values()]))
+        else:
+            self._compiling.decide()
         return ready and self.course.groups_left
 
     def start_exchange(self) -> None:

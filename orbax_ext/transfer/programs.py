@@ -20,6 +20,7 @@ from orbax_ext import mesh as mesh_lib
 from orbax_ext.meeting.threads import begin, in_thread
 from orbax_ext.plan import Slice
 from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
+from orbax_ext.upstream import runtime
 
 T = TypeVar("T")
 
@@ -57,20 +58,25 @@ def make_zeros(block: Block, shape: tuple[int, ...], sharding: NamedSharding) ->
 class Assembler:
     """Programs that write slices into whole blocks in place, on each device of this process by itself.
 
-    Like blocks that travel, the blocks are unsigned integers until they are complete: XLA's CPU backend widens bfloat16
-    even to copy it, which changes NaNs.
+    Like blocks that travel, blocks of some types are unsigned integers until they are complete: XLA's CPU backend
+    widens bfloat16 even to copy it, which changes NaNs. Others are put together in their own type: to convert a whole
+    block takes the memory of another one.
     """
 
     def __init__(self, whole: Block, piece: Block, dim: int, devices: tuple[jax.Device, ...]) -> None:
         """`piece` is the block of one slice, which cuts dimension `dim` of the whole block."""
         self._mesh = Mesh(np.array(devices), ("device",))
         self._sharding = NamedSharding(self._mesh, _EACH)
+        as_it_is = is_copied_exactly(whole.dtype, devices[0].platform)
+
+        def words_of(array: jax.Array) -> Words:
+            return (array,) if as_it_is else encode(array)
 
         def begin() -> Words:
-            return encode(jnp.zeros(whole.shape, whole.dtype))
+            return words_of(jnp.zeros(whole.shape, whole.dtype))
 
         def place(blocks: Words, pieces: jax.Array, start: jax.Array) -> Words:
-            pairs = zip(blocks, encode(pieces), strict=True)
+            pairs = zip(blocks, words_of(pieces), strict=True)
             return tuple(lax.dynamic_update_slice_in_dim(words, new, start[0], dim) for words, new in pairs)
 
         def finish(blocks: Words) -> jax.Array:
@@ -82,9 +88,8 @@ class Assembler:
             pieces = self._abstract(self._global_shape(piece.shape), piece.dtype)
             starts = self._abstract((len(devices),), _START)
             self._place = self._on_each(place, donate=0).lower(words, pieces, starts).compile()
-            # XLA would convert in place by converting elsewhere and copying back.
-            stay = [one.dtype for one in words] == [whole.dtype]
-            self._finish = self._on_each(finish, donate=0 if stay else ()).lower(words).compile()
+            # Nothing is donated: XLA would convert in place by converting elsewhere and copying back.
+            self._finish = None if as_it_is else self._on_each(finish).lower(words).compile()
 
     def begin(self) -> Words:
         """Returns whole blocks with nothing in them yet."""
@@ -101,9 +106,12 @@ class Assembler:
             return self._place(blocks, joined, jax.device_put(starts, self._sharding))
 
     def finish(self, blocks: Words) -> DeviceBlocks:
-        """Returns the blocks in their own dtype; `blocks` may be used up."""
-        with mesh_lib.scope(self._mesh):
-            array = self._finish(blocks)
+        """Returns the blocks in their own dtype; they may be the same memory as `blocks`."""
+        if self._finish is None:
+            (array,) = blocks
+        else:
+            with mesh_lib.scope(self._mesh):
+                array = self._finish(blocks)
         return {shard.device: shard.data for shard in array.addressable_shards}
 
     def _on_each(self, function: Any, donate: int | tuple[()] = ()) -> Any:
@@ -115,6 +123,16 @@ class Assembler:
 
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self._mesh.size * shape[0], *shape[1:])
+
+
+def is_copied_exactly(dtype: Any, platform: str) -> bool:
+    """Returns whether XLA is known to copy each bit of arrays of this type, also those of NaNs, -0.0 and denormals."""
+    if jnp.dtype(dtype).name in ("bool", "float32"):
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return runtime.bits(dtype) >= 8
+    # A TPU has no float64.
+    return platform == "cpu" and jnp.dtype(dtype).name in ("float64", "complex64", "complex128")
 
 
 @functools.lru_cache(maxsize=64)

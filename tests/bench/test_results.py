@@ -57,6 +57,19 @@ def test_a_new_result_replaces_its_own_and_what_other_commits_measured_of_our_co
     assert results.merged(earlier, measured("dense", "plain", 1))[:-1] == earlier[1:]
 
 
+def test_results_of_strategies_that_are_gone_are_dropped() -> None:
+    gone, new = dataclasses.replace(measured("balanced", "auto", 2), strategy="guess"), measured("dense", "auto", 1)
+    assert results.merged([gone], new) == [new]
+    assert {result.strategy for result in results.load().results} <= {*STRATEGIES}
+
+
+@pytest.mark.parametrize(("commit", "ratio"), [("new", 4.0), ("old", None)])
+def test_scenarios_are_compared_where_the_same_code_was_measured(commit: str, ratio: float | None) -> None:
+    some = [measured("small_leaves", "auto", 2), measured("many_leaves", "auto", 8, commit=commit)]
+    (found,) = [one for one in criteria.figures(some) if one.name.startswith("`many_leaves` / `small_leaves`")]
+    assert found.measured == ratio
+
+
 def test_the_page_has_a_summary_and_a_table_for_each_condition() -> None:
     some = [
         measured("dense", "auto", 7.0, 7.2, 9.9, work=4),

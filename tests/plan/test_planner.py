@@ -6,13 +6,26 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Group, LaneBatch, Leaf, MeshInfo, Pack, RestorePlan, Slice, Sum, piece_shape
+from orbax_ext.plan import (
+    Group,
+    LaneBatch,
+    Leaf,
+    MeshInfo,
+    Pack,
+    RestorePlan,
+    Slice,
+    Sum,
+    cutting,
+    piece_shape,
+    planner,
+)
 from orbax_ext.plan.planner import make_plan
 from orbax_ext.plan.volumes import Loads
 
@@ -340,3 +353,12 @@ def test_a_plan_for_a_very_large_job_is_made_in_modest_time() -> None:
     assert sum(len(group.leaves) for group in made.groups) == 10_000
     loads = Loads(made.leaves, [mesh], 4096)
     assert loads.travelling(made.groups).read_by_all == sum(math.prod(leaf.shape) * 2 for leaf in leaves)
+
+
+def test_equal_leaves_are_cut_once_to_find_the_largest_batch() -> None:
+    one = Leaf("w", (8, 256), "float32", 4, (8, 256), 0, ((), ()), (8, 256))
+    leaves = [dataclasses.replace(one, name=f"{number}") for number in range(1000)]
+    mesh = MeshInfo(("dp",), (4,), (0, 1, 2, 3))
+    with mock.patch.object(planner, "lane_count", wraps=cutting.lane_count) as counted:
+        assert planner.largest_lane_batch(leaves, [mesh]) == 4 * one.block_bytes
+    assert counted.call_count == 1

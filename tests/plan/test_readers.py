@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_ext.options import Options
-from orbax_ext.plan import Group, Leaf, MeshInfo, RestorePlan, readers
+from orbax_ext.plan import Group, LaneBatch, Leaf, MeshInfo, RestorePlan, readers
 from orbax_ext.plan.planner import make_plan
 from tests.support.arriving import Arriving
 
@@ -118,6 +118,20 @@ def test_a_slow_host_reads_by_its_rate(rates: tuple[float, ...], shares: tuple[f
     expected = read.sum() * np.array(shares) / sum(shares)
     assert np.all(read <= expected * 1.15 + MIB)
     assert max(read / np.maximum(rates, 0.1)) <= 1.2 * read.sum() / sum(rates)
+
+
+def test_nothing_is_left_of_slices_where_a_batch_is_dealt_whole() -> None:
+    mesh = MESHES[1]  # chunks allow to cut along one replica axis; the other one has a leaf in each lane
+    leaves = [
+        Leaf(f"{n}", (1024, 512), "float32", 4, (512, 512), 0, (("tp",), ()), (256, 512), divisible=n == 0)
+        for n in range(2)
+    ]
+    plan = make_plan(leaves, [mesh], Options(), processes=4, group_bytes=4 * MIB)
+    ((bundle,),) = (group.bundles for group in plan.groups)
+    assert isinstance(bundle, LaneBatch)
+    groups, left = readers.redealt(plan.groups, plan.leaves, [mesh], {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}, False)
+    assert sorted(index for group in groups for index in group.leaves) == [0, 1]
+    assert left == tuple(leaves)
 
 
 def test_equal_rates_change_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo, RestorePlan, bytes_by_step, traffic_by_group, volumes
+from orbax_ext.plan.boundary import bytes_of_groups
 from orbax_ext.plan.planner import make_plan
 from orbax_ext.plan.volumes import Load, Loads
 
@@ -155,3 +156,27 @@ def test_one_process_holds_its_own_blocks() -> None:
     half = dataclasses.replace(LEAVES[0], shape=(2, 512), block=(1, 512), dtype="uint8", itemsize=1, spec=(("tp",), ()))
     loads = Loads([half, half], [uneven], 4)
     assert [loads.held([0, 1], process) for process in range(4)] == [2048, 2048, 1024, 1024]
+
+
+def calls_of_block_bytes(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how often the bytes of a block are worked out to plan a restore and count the bytes of its groups."""
+    leaves = [_leaf(f"w{number}", (8, MIB), (("tp",),)) for number in range(layers)]
+    counted = 0
+    block_bytes: Any = vars(Leaf)["block_bytes"]
+
+    def count(leaf: Leaf) -> int:
+        nonlocal counted
+        counted += 1
+        return int(block_bytes.fget(leaf))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Leaf, "block_bytes", property(count))
+        plan = make_plan(leaves, [MESH], Options(replica_axis="dp"), processes=4, group_bytes=64 * MIB)
+        assert len(plan.groups) == layers // 64
+        bytes_of_groups(plan, [MESH], 4)
+    return counted
+
+
+def test_the_bytes_of_groups_are_counted_in_proportion_to_the_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (calls_of_block_bytes(layers, monkeypatch) for layers in (1024, 4096))
+    assert many == 4 * few

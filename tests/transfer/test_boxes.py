@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import pathlib
+import weakref
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +89,36 @@ def test_a_leaf_is_read_into_the_buffer_that_is_given(stored: tuple[pathlib.Path
     assert buffer.tobytes() == VALUES["floats"].tobytes()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["new memory", "given buffers"])
+def test_a_small_array_is_read_once_for_all_its_boxes(
+    stored: tuple[pathlib.Path, bool], given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves: dict[Any, tuple[Any, ...]] = {((0, 1), (0, 3)): ("a", "b"), ((1, 2), (0, 3)): ("c",)}  # of devices
+    monkeypatch.setattr(boxes, "_on_devices", lambda sharding, shape: tuple(halves.items()))
+    buffers: dict[Any, Any] = {device: np.zeros((1, 3), np.float32) for device in "abc"}
+    (whole, *_) = items(stored)
+    block = Block((1, 3), jnp.dtype(np.float32))
+    item = dataclasses.replace(whole, block=block, buffers=buffers if given else None)
+    with mock.patch.object(boxes, "_BoxRead") as box_read:
+        found: Any = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), [item]))[0]
+    assert not box_read.called
+    for device, row in {"a": 0, "b": 0, "c": 1}.items():
+        assert found[device].tobytes() == VALUES["floats"][row].tobytes()
+        assert (found[device] is buffers[device]) == given
+
+
+def test_boxes_are_read_one_by_one_where_others_have_the_rest(
+    stored: tuple[pathlib.Path, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {((0, 2), (0, 1)): ("a",), ((0, 2), (1, 2)): ("b",)}
+    monkeypatch.setattr(boxes, "_on_devices", lambda sharding, shape: tuple(columns.items()))
+    item = dataclasses.replace(items(stored)[0], block=Block((2, 1), jnp.dtype(np.float32)))
+    with mock.patch.object(boxes, "_ArrayRead") as array_read:
+        found: Any = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), [item]))[0]
+    assert not array_read.called
+    assert [found[device].tobytes() for device in "ab"] == [VALUES["floats"][:, at].tobytes() for at in (0, 1)]
+
+
 def test_a_slice_is_read_from_its_rows(stored: tuple[pathlib.Path, bool]) -> None:
     whole = items(stored)[0]
     leaf = whole.leaf.sliced(Slice(0, 1, 1, 2))
@@ -156,3 +189,20 @@ def _slice_of(info: StoredSpec, value: np.ndarray) -> ReadItem:
     (whole,) = given_request([info], [args]).leaf_requests
     half = whole.leaf.sliced(Slice(0, 0, 32, 32))
     return ReadItem(0, whole, half, sharding, Block(half.block, jnp.dtype(value.dtype)))
+
+
+def test_memory_is_used_again_until_nothing_is_kept() -> None:
+    memory = boxes.UsedMemory()
+
+    def read() -> np.ndarray:
+        return memory.empty((1000,), np.float32)
+
+    first = read()
+    memory.give_back([first])
+    second = read()
+    assert second.ctypes.data == first.ctypes.data
+    memory.keep_nothing()
+    freed = weakref.ref(second.base)
+    memory.give_back([second])  # by a read that was under way
+    del first, second
+    assert freed() is None

@@ -149,3 +149,14 @@ def test_a_restore_that_is_given_up_takes_part_in_what_was_agreed_on() -> None:
     fabric = run(case)
     assert fabric.started == [0]
     assert fabric.took_part == [1]
+
+
+def test_a_restore_that_is_given_up_at_once_has_begun_what_was_agreed_on() -> None:
+    async def case(fabric: Fabric) -> None:
+        fabric.agree(0)
+        fabric.exchanges.give_up()
+        await settle()
+
+    fabric = run(case)
+    assert fabric.started == [0]
+    assert fabric.took_part == []

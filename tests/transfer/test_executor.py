@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import threading
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,9 @@ def test_what_a_share_has_is_known_without_memory_for_it() -> None:
         group = Group(0, ("dp",), (pack,), 0)
         assert executor.share_bytes(group) == 5000 * 4096
         assert [item.buffers for item in executor.items(group)] == [None] * 5000  # to read ahead into host memory
+        with mock.patch.object(executor, "_carriers") as carriers:
+            assert executor.share_bytes(Group(0, ("dp",), (pack,), 0)) == 5000 * 4096
+        assert not carriers.called  # it is asked for several times for each group
     assert not vectors.called
 
 
@@ -82,6 +86,26 @@ def test_a_process_whose_contribution_can_not_be_made_takes_part_all_the_same() 
         asyncio.run(start())
     exchange.take_part.assert_called_once_with(())
     assert not exchange.run.called
+
+
+def test_an_exchange_that_is_given_up_at_once_takes_place() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
+    executor = Executor(type_handlers.ArrayHandler(), Request((), (mesh,), ()), (), limit=10)
+    exchange = mock.Mock()
+    ran = threading.Event()
+
+    def run(*_: Any) -> list[Any]:
+        ran.set()
+        return []
+
+    exchange.run.side_effect = run
+
+    async def start() -> None:
+        executor.start_exchange(Group(0, ("dp",), (), 0), []).cancel()
+
+    with mock.patch("orbax_ext.transfer.executor.exchange_among", return_value=exchange):
+        asyncio.run(start())
+        assert ran.wait(30)
 
 
 def test_the_persistent_cache_of_jax_keeps_the_programs_of_a_restore(tmp_path: pathlib.Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -35,11 +38,14 @@ class Storage:
 
     def __init__(self) -> None:
         self.compiled = asyncio.Event()
+        self.compiling = False
+        self.direct = mock.Mock()
 
     def is_compiled(self, groups: object) -> bool:
         return self.compiled.is_set()
 
     async def compile(self, groups: object) -> None:
+        self.compiling = True
         await self.compiled.wait()
 
     async def read(self, group: Group, held: object = None) -> list[Any]:
@@ -124,7 +130,7 @@ def test_there_is_nothing_to_meet_for_while_one_process_lacks_a_group_from_the_b
 ) -> None:
     async def case(meetings: Meetings) -> None:
         def lacks_one(told: dict[str, Any]) -> dict[str, Any]:
-            return {**told, "direct": max(0, told["direct"] - 1)}
+            return {**told, "direct": max(0, told["direct"] - 1), "storage": MIB}  # what is left takes many seconds
 
         assert await meetings.hold_for(1.0, lacks_one) < 10
 
@@ -136,11 +142,11 @@ def test_the_boundary_moves_when_the_last_one_has_read_though_others_still_compi
 ) -> None:
     async def case(meetings: Meetings) -> None:
         def reads(told: dict[str, Any]) -> dict[str, Any]:
-            return {**told, "ready": True, "idle": False}
+            return {**told, "ready": True, "idle": False, "storage": MIB}
 
         assert await meetings.hold_for(1.0, reads) < 10
         ends = meetings.pipeline.course.ends
-        assert not await meetings.hold(lambda told: {**told, "ready": True})
+        assert not await meetings.hold(lambda told: {**told, "ready": True, "storage": MIB})
         assert meetings.pipeline.course.ends.back < ends.back
 
     run(case, monkeypatch)
@@ -165,3 +171,35 @@ def test_there_is_nothing_to_meet_for_while_the_first_exchange_travels_after_a_t
         assert await meetings.hold_for(2.5) < 10
 
     run(case, monkeypatch)
+
+
+def test_what_is_read_sooner_than_programs_are_compiled_takes_one_meeting_and_no_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(meetings: Meetings) -> None:
+        assert not await meetings.hold()
+        assert not meetings.pipeline.course.groups_left
+        await asyncio.sleep(0.2)
+        assert not meetings.storage.compiling
+
+    run(case, monkeypatch)
+
+
+def test_a_restore_that_has_ended_is_freed_before_python_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        storage = Storage()
+        monkeypatch.setattr(pipelines, "Executor", lambda *args: storage)
+        pipeline = Meetings(storage).pipeline
+        freed = weakref.ref(pipeline)
+        with pipeline:
+            await pipeline.read()
+        del pipeline
+        for _ in range(10):  # tasks that were cancelled end
+            await asyncio.sleep(0)
+        assert freed() is None
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(case(), 20))
+    finally:
+        gc.enable()
