@@ -27,6 +27,7 @@ class Share:
     failed: Mapping[str, str] | None = None  # its share will not be there: the error
     lacks: tuple[int, ...] = ()  # groups that it should have read directly, by number
     long: bool = False  # it has read for so long that it is worth dealing again by rates
+    busy: bool = False  # after the last exchange has begun: it waits for what nobody takes over
 
     @property
     def ready(self) -> bool:

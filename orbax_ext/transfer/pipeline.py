@@ -154,6 +154,7 @@ class Pipeline:
                 failed=self._take_overs.failure(error),
                 lacks=lacks,
                 long=shares.long,
+                busy=not all(map(_succeeded, self._not_taken_over)),
             )
             return {TOOK: round(time.monotonic() - self._began_phase, 3), **share.to_json()}
         late = not reads.share.done()
@@ -211,7 +212,7 @@ class Pipeline:
         contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
         # What has been agreed on has to travel. The later all agree, the better they know where the boundary should be.
         meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
-        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after))
+        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after, self._reads.back.leaves))
         self.course.next()
         self._reads.probe(number, compare=self._rates.fabric_busy.part < _MOSTLY)
 
@@ -219,7 +220,7 @@ class Pipeline:
         """Returns all arrays in the order of the request, when everything is there."""
         assert self._reads.direct is not None
         arrays = self._exchanges.arrays | self._reads.back.arrays() | self._reads.direct.result()
-        return [arrays[index] for index in range(len(arrays))]
+        return [arrays[index] for index in range(len(self._request.leaf_requests))]
 
     def _agree_on_the_rest(self, shares: Mapping[int, Share], hosts: Mapping[int, str]) -> None:
         lacking = {number for share in shares.values() for number in share.lacks}
@@ -227,7 +228,8 @@ class Pipeline:
         if added is not None:
             self._changed(added, added=True)
             self._reads.back.drop(lacking)
-            self.done = not lacking
+            # Who was asked to come may wait for an exchange still. The next time nobody is asked: nothing is lacking.
+            self.done = not lacking and not any(share.busy for share in shares.values())
 
     def _changed(self, numbers: Sequence[int], *, added: bool = False) -> None:
         """Prepares groups that were added to the course, or dealt again."""
@@ -268,9 +270,15 @@ class Pipeline:
 
     async def _everything_arrived(self) -> None:
         """Waits for the last exchanges and for all direct reads."""
+        await _ended([*self._not_taken_over, *self._reads.back.under_way], ())
+        for task in self._not_taken_over:  # more has been handed over meanwhile
+            task.result()
+
+    @property
+    def _not_taken_over(self) -> list[asyncio.Future[Any]]:
+        """What nobody takes over in the end: exchanges, what is handed over, and leaves that never travel."""
         assert self._reads.direct is not None
-        raised: list[asyncio.Future[Any]] = [self._reads.direct, *self._exchanges.under_way]
-        await _ended([*raised, *self._reads.back.under_way], raised)
+        return [self._reads.direct, *self._exchanges.under_way, *self._reads.back.handed_over]
 
     @property
     def _prepared(self) -> list[asyncio.Future[Any]]:
@@ -286,6 +294,10 @@ class Pipeline:
         """Begins to read what the memory limit has room for."""
         if self._at_work and self.course.groups_left:
             self._reads.begin(self._exchanges.waiting)
+
+
+def _succeeded(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]], raised: Sequence[asyncio.Future[Any]]) -> None:

@@ -177,8 +177,8 @@ class Reads:
         while True:
             await self._asked.wait()
             self._asked.clear()
-            reads: Sequence[asyncio.Future[Any]] = [self.share] if self._course.groups_left else self.back.under_way
-            if any(not task.done() for task in reads) and not waits_alone:
+            unread = not self.share.done() if self._course.groups_left else bool(self.back.unread)
+            if unread and not waits_alone:
                 return
 
     async def _read_share(self, place: int) -> list[DeviceBlocks]:
@@ -199,7 +199,7 @@ class Reads:
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
         group = self._course.as_planned(number)
         with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group.leaves)):
-            arrays = await self._executor.read_whole(group)
+            arrays = await self._executor.read_whole(group, lambda: self.back.note_handed_over(number))
         self._rates.group_read(self._course.order.index(number))
         self._arrived(arrays)
         return arrays
