@@ -119,11 +119,11 @@ class Pipeline:
         boundary moves, it also ends when all is read that may be read: then there is time to move it. If no group is
         left, waits for all that is read directly.
         """
-        self._began_phase, alone = time.monotonic(), self._take_overs.alone
+        self._began_phase, alone = time.monotonic(), len(self._take_overs.alone)
         self._at_work = True
         if not self.course.groups_left:
             self._reads.begin_direct()
-            await self._reads.first_of(self._everything_arrived(), waits_alone=alone)
+            await self._reads.first_of(self._everything_arrived(), alone=alone)
             if self._strict:
                 self._reads.back.raise_errors()
             return
@@ -138,7 +138,7 @@ class Pipeline:
             works.append(self._reads.everything_read(self._read_at_meeting, strict=self._strict))
             if self._patience is not None:
                 works.append(self._patience_ends(self._began + self._patience))
-        await self._reads.first_of(*works, waits_alone=alone)
+        await self._reads.first_of(*works, alone=alone)
 
     def progress(self) -> dict[str, Any]:
         """Returns what this process tells the others at the meeting that begins now."""
@@ -197,7 +197,7 @@ class Pipeline:
             self._changed(added, added=True)
             if not self._reads.share.done() or self._reads.share.exception() is not None:
                 self._reads.shares.drop_stuck(front)
-        self._take_overs.alone = False
+        self._take_overs.alone = frozenset()
         self._patience = None
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
@@ -226,6 +226,7 @@ class Pipeline:
         lacking = {number for share in shares.values() for number in share.lacks}
         added = self._take_overs.of_direct(shares, hosts, self.phase) if lacking else []
         if added is not None:
+            self._take_overs.alone = frozenset()
             self._changed(added, added=True)
             self._reads.back.drop(lacking)
             # Who was asked to come may wait for an exchange still. The next time nobody is asked: nothing is lacking.

@@ -55,6 +55,7 @@ class Reads:
         self._held = held
         self._arrived = arrived
         self._asked = asyncio.Event()  # the others do not want to wait for this process
+        self._late = 0  # for how many they do not want to wait
 
     @property
     def share(self) -> asyncio.Future[list[DeviceBlocks]]:
@@ -129,17 +130,18 @@ class Reads:
             self.shares.compared = self.shares.compared or planned is not self._course.as_planned(number)
             self._recorder.again(size)
 
-    def ask(self) -> None:
-        """Notes that the others do not want to wait any longer for what this process reads."""
+    def ask(self, late: int) -> None:
+        """Notes that the others do not want to wait any longer for what so many processes read, this one included."""
+        self._late = late
         self._asked.set()
 
-    async def first_of(self, *works: Coroutine[Any, Any, None], waits_alone: bool) -> None:
+    async def first_of(self, *works: Coroutine[Any, Any, None], alone: int) -> None:
         """Does works until the first one has ended, or until the others ask for what they can read themselves.
 
-        With `waits_alone` they can't.
+        They can't if so many processes are late as are waited for `alone`; perhaps they can when one of those is there.
         """
         self._asked.clear()
-        tasks = [asyncio.ensure_future(work) for work in (*works, self._called(waits_alone))]
+        tasks = [asyncio.ensure_future(work) for work in (*works, self._called(alone))]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -173,12 +175,12 @@ class Reads:
             abandon(self.direct)
         self.direct = None
 
-    async def _called(self, waits_alone: bool) -> None:
+    async def _called(self, alone: int) -> None:
         while True:
             await self._asked.wait()
             self._asked.clear()
             unread = not self.share.done() if self._course.groups_left else bool(self.back.unread)
-            if unread and not waits_alone:
+            if unread and (not alone or self._late < alone):
                 return
 
     async def _read_share(self, place: int) -> list[DeviceBlocks]:

@@ -183,7 +183,7 @@ def test_the_restore_is_not_over_while_a_process_that_was_asked_to_come_waits_fo
         reading = asyncio.ensure_future(pipeline.read())
         await asyncio.sleep(0.01)
         (exchange,) = storage.exchanges
-        pipeline.ask()
+        pipeline.ask(1)
         await reading
         storage.may_read_whole.set()
         while pipeline._reads.back.lacking:  # the last read ends just now

@@ -232,3 +232,21 @@ def test_a_share_counts_for_the_rate_as_far_as_it_is_read_after_groups_were_deal
         reads.give_up()
 
     run(case)
+
+
+def test_who_is_waited_for_alone_comes_when_another_one_has_come() -> None:
+    async def case() -> None:
+        storage = Storage()
+        reads, _ = make_reads(storage, replicas=4)
+        reads.begin()
+        waiting = asyncio.ensure_future(reads.first_of(asyncio.sleep(9), alone=2))
+        await settle()
+        reads.ask(2)
+        await settle()
+        assert not waiting.done()
+        reads.ask(1)
+        await settle()
+        assert waiting.done()
+        reads.give_up()
+
+    run(case)
