@@ -22,6 +22,7 @@ from orbax_ext.transfer.exchanges import AgreedExchange, Exchanges
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.rates import LinkRates
+from orbax_ext.transfer.read_ahead import succeeded
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
 
@@ -154,7 +155,7 @@ class Pipeline:
                 failed=self._take_overs.failure(error),
                 lacks=lacks,
                 long=shares.long,
-                busy=not all(map(_succeeded, self._not_taken_over)),
+                busy=bool(self._exchanges.under_way) or not all(map(succeeded, reads.kept)),
             )
             return {TOOK: round(time.monotonic() - self._began_phase, 3), **share.to_json()}
         late = not reads.share.done()
@@ -271,15 +272,9 @@ class Pipeline:
 
     async def _everything_arrived(self) -> None:
         """Waits for the last exchanges and for all direct reads."""
-        await _ended([*self._not_taken_over, *self._reads.back.under_way], ())
-        for task in self._not_taken_over:  # more has been handed over meanwhile
+        await _ended([*self._reads.kept, *self._reads.back.under_way, *self._exchanges.under_way], ())
+        for task in (*self._reads.kept, *self._exchanges.under_way):  # more is handed over now than there was before
             task.result()
-
-    @property
-    def _not_taken_over(self) -> list[asyncio.Future[Any]]:
-        """What nobody takes over in the end: exchanges, what is handed over, and leaves that never travel."""
-        assert self._reads.direct is not None
-        return [self._reads.direct, *self._exchanges.under_way, *self._reads.back.handed_over]
 
     @property
     def _prepared(self) -> list[asyncio.Future[Any]]:
@@ -295,10 +290,6 @@ class Pipeline:
         """Begins to read what the memory limit has room for."""
         if self._at_work and self.course.groups_left:
             self._reads.begin(self._exchanges.waiting)
-
-
-def _succeeded(task: asyncio.Future[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]], raised: Sequence[asyncio.Future[Any]]) -> None:

@@ -165,8 +165,7 @@ class BackReads(Generic[L, R]):
     @property
     def leaves(self) -> frozenset[L]:
         """What was read so far."""
-        read = [task for task in self._tasks.values() if task.done() and task.exception() is None]
-        return frozenset(leaf for task in read for leaf in task.result())
+        return frozenset(leaf for task in self._tasks.values() if succeeded(task) for leaf in task.result())
 
     def note_handed_over(self, number: int) -> None:
         """Notes that a group is read, and is being put together with what arrived before. That can't be undone."""
@@ -201,6 +200,10 @@ class BackReads(Generic[L, R]):
                 arrays = await self._read(number)
         self.done += 1
         return arrays
+
+
+def succeeded(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _raise_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:

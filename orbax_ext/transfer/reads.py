@@ -70,6 +70,11 @@ class Reads:
         return self._executor.share_bytes(self._course.group(self._course.ends.front)) > 0
 
     @property
+    def kept(self) -> list[asyncio.Future[dict[int, jax.Array]]]:
+        """What nobody takes over: leaves that never travel, and groups that are read and being put together."""
+        return [*self.back.handed_over, *([] if self.direct is None else [self.direct])]
+
+    @property
     def upto(self) -> int:
         """The place before which this process has read shares, or may begin to."""
         return max(self.shares.upto, self._held.groups)
@@ -77,12 +82,12 @@ class Reads:
     @property
     def so_far(self) -> tuple[int, int, bool]:
         """How many groups are read from the front and from the back, and whether the leaves are that never travel."""
-        return len(self.shares.groups_done), self.back.done, self._direct_has_ended
+        return len(self.shares.groups_done), self.back.done, _has_ended(self.direct)
 
     @property
     def idle(self) -> bool:
         """Whether all is read that may be read."""
-        return self.shares.idle and self.back.idle and self._direct_has_ended
+        return self.shares.idle and self.back.idle and _has_ended(self.direct)
 
     @property
     def unused(self) -> int:
@@ -217,6 +222,6 @@ class Reads:
         yield
         self._rates.leaves_read(self._executor.whole_bytes(leaves))
 
-    @property
-    def _direct_has_ended(self) -> bool:
-        return self.direct is not None and self.direct.done()
+
+def _has_ended(task: asyncio.Future[Any] | None) -> bool:
+    return task is not None and task.done()
