@@ -96,7 +96,7 @@ class TakeOvers:
         if added is None:
             if nobody_reads:
                 raise _restore_failed(before | failed)
-            self.alone = frozenset(late)
+            self.alone = frozenset(late.keys() - failed.keys())
             return None
         for process, share in late.items():
             why = share.failed["error"] if share.failed is not None else "late"
