@@ -157,7 +157,7 @@ def test_nobody_takes_over_leaves_that_never_travel(
     small_cluster: lab.Cluster, saved_state: str, strategy: str
 ) -> None:
     delayed = {"delay": Trouble((2,), "delay", 0, 1, end="read_direct")}
-    small_cluster.run(restore_in, saved_state, strategy, delayed)
+    small_cluster.run(restore_in, saved_state, strategy, delayed, MESH)
     for kind, error in (("error", "RestoreFailedError"), ("stall", "RestoreTimeoutError")):
         trouble = Trouble((2,), kind, end="read_direct")
         for message in small_cluster.run(failure_in, saved_state, strategy, trouble):
