@@ -273,7 +273,8 @@ class Pipeline:
     async def _everything_arrived(self) -> None:
         """Waits for the last exchanges and for all direct reads."""
         await _ended([*self._reads.kept, *self._reads.back.under_way, *self._exchanges.under_way], ())
-        for task in (*self._reads.kept, *self._exchanges.under_way):  # more is handed over now than there was before
+        ended: list[asyncio.Future[Any]] = [*self._reads.kept, *self._exchanges.under_way]
+        for task in ended:  # more is handed over now than there was before
             task.result()
 
     @property

@@ -224,7 +224,7 @@ def test_a_group_that_is_being_put_together_is_not_dropped() -> None:
         assert (len(back.under_way), back.leaves) == (1, frozenset())
         release.set()
         await settle()
-        assert (back.arrays(), back.leaves, back.idle) == ({7: 70}, {7}, True)
+        assert (back.arrays(), back.leaves, back.idle) == ({7: 70}, frozenset({7}), True)
 
     run(case)
 
