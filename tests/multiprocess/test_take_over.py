@@ -144,9 +144,12 @@ def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_stat
         if trouble is None:
             assert not found[0][name]
             continue
-        reading = trouble.ranks[:1] if strategy == "single" else trouble.ranks  # others read when it is their turn
-        assert all(results[rank][1][name] for rank in reading), f"no read of these processes has had a trouble: {name}"
-        if trouble.kind != "delay":  # others may need as long on a busy machine
+        if trouble.kind == "delay":  # others may need as long on a busy machine
+            # Whether a process reads more than once depends on how fast the others are.
+            assert trouble.first or all(results[rank][1][name] for rank in trouble.ranks), (
+                f"nothing was delayed: {name}"
+            )
+        else:
             expected = "OSError: the disk is gone" if trouble.kind == "error" else "late"
             taken_over = {(process, why) for _, process, why in found[0][name]}  # others may be late, too
             assert {(rank, expected) for rank in trouble.taken_over} <= taken_over, name
