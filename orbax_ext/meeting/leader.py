@@ -257,17 +257,18 @@ class Leader(Member):
     def _ask_late(self, found: Mapping[int, Contribution]) -> Generator[Action, Moment, bool]:
         """Asks those who are late to come to the next meeting without their work; returns whether they are asked.
 
+        It asks again when fewer are late: what those could not read either may be there for the others now.
         Those are late who need much longer than the others did, or who read nothing while the others had nothing to do.
         If more than half have not come, storage may be slow for all: they are late only if they are silent for long.
         """
         if self._came[:2] != (self.next, len(found)):
             self._came = (self.next, len(found), self.now)
-        if self._asked == self.next:
+        missing, asked = missing_from(found, self.place.processes), self._asked == self.next
+        if asked and len(missing) >= self.late:
             return True
-        missing = missing_from(found, self.place.processes)
         waited = self.now - self._came[2]
         if not missing or not found or any(TOOK not in own for own in found.values()):
-            return False
+            return asked
         needed = [own[TOOK] for own in found.values() if own[TOOK]]
         most, silent = self.limits.stall / 2, _SILENT * self.limits.patience
         usual = _LATE * statistics.median(needed) if needed else silent
@@ -275,14 +276,14 @@ class Leader(Member):
             usual = silent = most
         # Not so long that the restore fails before anybody is asked.
         if waited <= max(self.limits.patience, min(usual, most)):
-            return False
+            return asked
         if many or not needed:
             yield from self._listen()
             quiet = min(self.now - self.heard[process].at if process in self.heard else waited for process in missing)
             if quiet <= silent:
-                return False
-        self._asked = self.next
-        yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES]}, once=True))
+                return asked
+        self._asked, self.late = self.next, len(missing)
+        yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES], "late": self.late}))
         return True
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:

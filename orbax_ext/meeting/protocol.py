@@ -96,6 +96,7 @@ class Member:
         self.phase = "arrive"
         self.hosts: dict[int, str] = {}
         self.last: int | None = None  # the last to arrive at the latest meeting
+        self.late = 0  # how many processes were late, this one included, when it was asked to come
         self.next = 0  # the meeting that this process is at, or will go to next; 0 is the arrival
         self.now = self._started = now
         self._stood_still = 0.0
@@ -255,7 +256,9 @@ class Member:
                 return Word.FAILED
         if may_ask and self.now - self._began > self.limits.patience:  # most work ends before the others might ask
             asked = yield from self.call(Get(session.asked(self.next)))
-            return Word.NONE if asked is None else Word.ASKED
+            if asked is not None:
+                self.late = asked["late"]
+                return Word.ASKED
         return Word.NONE
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:

@@ -87,7 +87,7 @@ class Session:
         self._waited = waited
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None  # that works
-        self._on_asked: Callable[[], None] | None = None
+        self._on_asked: Callable[[int], None] | None = None
         self._stopped = False  # the task was cancelled by this session
         self.worked = 0  # bytes done that `done` does not count
 
@@ -129,12 +129,12 @@ class Session:
         phase: str,
         work: Awaitable[T],
         contribution: Callable[[], Contribution],
-        asked: Callable[[], None] | None = None,
+        asked: Callable[[int], None] | None = None,
     ) -> tuple[T, dict[int, Contribution]]:
         """Does the same as `together`, and also returns what `contribution` returned after the work on each process.
 
-        `asked` is called on a process for which the others do not want to wait any longer; it may be called several
-        times. The work may go on.
+        `asked` is called, with the number of processes that are late, on one for which the others do not want to wait
+        any longer; it may be called several times. The work may go on.
 
         An interrupt is not caught: the process leaves the session, and that ends the meeting for the others. Work that
         nobody waits for any more, because the meeting has failed, is cancelled.
@@ -256,7 +256,7 @@ class Session:
         asked = self._on_asked
         word = run(self._member.report(lambda: self._done() + self.worked, asked is not None), self._board)
         if word is Word.ASKED and asked is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(asked)
+            self._loop.call_soon_threadsafe(asked, self._member.late)
         if word is Word.FAILED and self._loop is not None:
 
             def stop_work() -> None:

@@ -1,6 +1,6 @@
 """What a restore will do, worked out from plain data: no devices, no I/O, the same result on every process."""
 
-from orbax_ext.plan.bundles import Bundle, LaneBatch, Pack, Sum
+from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, Pack, Sum
 from orbax_ext.plan.choose import anything_travels, choose_plan
 from orbax_ext.plan.cost import Rates
 from orbax_ext.plan.cutting import piece_shape
@@ -11,6 +11,7 @@ from orbax_ext.plan.volumes import Traffic, bytes_by_step, traffic_by_group
 
 __all__ = [
     "Bundle",
+    "ColumnSum",
     "Group",
     "LaneBatch",
     "Leaf",

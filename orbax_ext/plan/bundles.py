@@ -73,6 +73,35 @@ class Sum(_Operand):
 
 
 @dataclasses.dataclass(frozen=True)
+class ColumnSum(_Operand):
+    """One leaf of which different replicas read different blocks, because no replica can read all of them.
+
+    It travels like a `Sum`: whoever does not read a block contributes zeros.
+    """
+
+    leaf: int
+    readers: tuple[int, ...]  # by column of the table of replicas: the replica that reads the block there
+
+    reader: ClassVar[None] = None  # several replicas read
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return (self.leaf,)
+
+    def reads(self) -> Iterator[BundleRead]:
+        """Yields one read of all blocks, as if one replica read them: as many bytes, if not by the same processes."""
+        yield BundleRead(self.leaves, self.readers[0])
+
+    def read_bytes(self, sizes: BlockBytes, replicas: int) -> np.ndarray:
+        """Returns the bytes that each replica reads, on average over its devices."""
+        read: np.ndarray = np.bincount(self.readers, minlength=replicas) * sizes[self.leaf] // len(self.readers)
+        return read
+
+    def summed_bytes(self, sizes: BlockBytes) -> int:
+        return sizes[self.leaf]
+
+
+@dataclasses.dataclass(frozen=True)
 class LaneBatch(_Operand):
     """Leaves with equal blocks; every replica reads a disjoint share of them and receives the rest by an all-gather.
 
@@ -148,7 +177,7 @@ class Pack(_Operand):
         return self.words * _WORD if self.summed else 0
 
 
-Bundle = Sum | LaneBatch | Pack
+Bundle = Sum | ColumnSum | LaneBatch | Pack
 
 
 def make_pack(shares: tuple[tuple[int, ...], ...], sizes: BlockBytes) -> Pack:

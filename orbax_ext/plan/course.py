@@ -6,15 +6,19 @@ A course changes only by what all processes have told at a meeting, so it is the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from orbax_ext.plan import readers
 from orbax_ext.plan.boundary import Ends
+from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.planner import Group, RestorePlan
 from orbax_ext.plan.topology import MeshInfo
+
+Deal = Callable[[Sequence[int], Sequence[Leaf]], Group]  # makes a group of some leaves and slices of a plan's leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Share:
     failed: Mapping[str, str] | None = None  # its share will not be there: the error
     lacks: tuple[int, ...] = ()  # groups that it should have read directly, by number
     long: bool = False  # it has read for so long that it is worth dealing again by rates
+    busy: bool = False  # after the last exchange has begun: it waits for what nobody takes over
 
     @property
     def ready(self) -> bool:
@@ -98,8 +103,8 @@ class Course:
         late = {process for process, share in shares.items() if not share.ready}
         number = self.order[self.ends.front]
         group = self.plan.groups[number]
-        rates = self._rates(group, shares, late.union(tried))
-        if rates is None:
+        deal = self._dealing(group, shares, late.union(tried))
+        if deal is None:
             return None
         absent = readers.replicas_with(group, self._meshes, late)
         holes = readers.without(group, absent, self.plan.leaves, self._sizes(group))
@@ -108,7 +113,7 @@ class Course:
         self.plan = dataclasses.replace(self.plan, leaves=holes.leaves, groups=tuple(groups))
         if not holes.missing:
             return []
-        return [self._add(group, holes.missing, rates, shares)]
+        return [self._add(deal(holes.missing, self.plan.leaves), shares)]
 
     def take_over_direct(self, shares: Mapping[int, Share], tried: Collection[int] = ()) -> list[int] | None:
         """Lets groups travel that processes lack which should have read them directly.
@@ -119,11 +124,11 @@ class Course:
         for number in sorted({number for share in shares.values() for number in share.lacks}):
             group = self.as_planned(number)
             lacking = {process for process, share in shares.items() if number in share.lacks}
-            rates = self._rates(group, shares, lacking.union(tried))
-            if rates is None:
+            deal = self._dealing(group, shares, lacking.union(tried))
+            if deal is None:
                 return None
-            added.append((group, rates))
-        return [self._add(group, group.leaves, rates, shares) for group, rates in added]
+            added.append(deal(group.leaves, self.plan.leaves))
+        return [self._add(group, shares) for group in added]
 
     def deal(self, shares: Mapping[int, Share]) -> list[int]:
         """Deals groups that nobody has begun to read by the rates of the processes; returns those that have changed."""
@@ -179,17 +184,10 @@ class Course:
     def _one_reader(self) -> bool:
         return self.plan.strategy == "single"
 
-    def _add(
-        self,
-        group: Group,
-        missing: Sequence[int],
-        rates: Sequence[float],
-        shares: Mapping[int, Share],
-    ) -> int:
+    def _add(self, group: Group, shares: Mapping[int, Share]) -> int:
         """Adds a group of what was not read. It travels after those that somebody reads already."""
         number, place = len(self.plan.groups), self._untouched(shares)
-        added = readers.dealt(group, missing, self.plan.leaves, rates, self._one_reader)
-        self.plan = dataclasses.replace(self.plan, groups=(*self.plan.groups, added))
+        self.plan = dataclasses.replace(self.plan, groups=(*self.plan.groups, group))
         self.order.insert(place, number)
         self.ends = Ends(self.ends.front, self.ends.back + 1)
         return number
@@ -199,13 +197,19 @@ class Course:
         upto = max(share.upto for share in shares.values())
         return min(self.ends.back, max(upto, self.ends.front + 1))
 
-    def _rates(self, group: Group, shares: Mapping[int, Share], late: Collection[int]) -> tuple[float, ...] | None:
-        """Returns the rates by which a part of a group is dealt; None if no replica is without a late process."""
+    def _dealing(self, group: Group, shares: Mapping[int, Share], late: Collection[int]) -> Deal | None:
+        """Returns how a part of a group is dealt to those who are not late; None if they do not hold all of it.
+
+        To replicas without a late process if there are any.
+        """
         for rates in ({p: share.rate for p, share in shares.items()}, dict.fromkeys(shares, 1.0)):
             known = {p: 0.0 if p in late else rate for p, rate in _filled(rates).items()}
             by_replica = readers.replica_rates(group, self._meshes, known)
             if any(by_replica):
-                return by_replica
+                return functools.partial(readers.dealt, group, rates=by_replica, one_reader=self._one_reader)
+            by_column = readers.column_rates(group, self._meshes, known)
+            if all(map(any, by_column)):
+                return functools.partial(readers.dealt_by_column, group, rates=by_column, one_reader=self._one_reader)
         return None
 
     def _sizes(self, group: Group) -> dict[str, int]:

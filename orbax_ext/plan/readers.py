@@ -1,7 +1,8 @@
 """Who reads what of a group when a reader is late, has failed, or is slower than the others. Pure.
 
 A group that was read without some of its readers travels as planned, with holes. What the holes lack is dealt to the
-other replicas as leaves and slices of a group of its own.
+other replicas as leaves and slices of a group of its own. If no replica can read all of it, it is dealt column by
+column: the devices of a column of the table of replicas hold the same blocks, and one of their processes reads them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from orbax_ext.plan.bundles import Bundle, LaneBatch, Pack, Sum, make_pack
+from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, Pack, Sum, make_pack
 from orbax_ext.plan.cutting import piece_shape
 from orbax_ext.plan.leaves import Leaf, Slice
 from orbax_ext.plan.planner import Group
@@ -42,8 +43,20 @@ def replica_rates(group: Group, meshes: Sequence[MeshInfo], rates: Mapping[int, 
     A process that has devices of several replicas divides its rate among them.
     """
     rows = [set(owners.tolist()) for owners in meshes[group.mesh].owners(group.axes)]
+    divided = _divided(rows, rates)
+    return tuple(min(divided[process] for process in row) for row in rows)
+
+
+def column_rates(group: Group, meshes: Sequence[MeshInfo], rates: Mapping[int, float]) -> tuple[tuple[float, ...], ...]:
+    """Returns for each column of the table of replicas how fast each replica reads the blocks there."""
+    table = meshes[group.mesh].owners(group.axes).tolist()
+    divided = _divided([set(row) for row in table], rates)
+    return tuple(tuple(divided[process] for process in column) for column in zip(*table, strict=True))
+
+
+def _divided(rows: Sequence[Collection[int]], rates: Mapping[int, float]) -> dict[int, float]:
     shared = {process: sum(process in row for row in rows) for process in rates}
-    return tuple(min(rates[process] / shared[process] for process in row) for row in rows)
+    return {process: rate / shared[process] for process, rate in rates.items() if shared[process]}
 
 
 def without(group: Group, absent: Collection[int], leaves: Sequence[Leaf], sizes: Mapping[str, int]) -> Holes:
@@ -73,6 +86,28 @@ def dealt(
     return Group(group.mesh, group.axes, bundles, sum(sizes.values()))
 
 
+def dealt_by_column(
+    group: Group,
+    missing: Sequence[int],
+    leaves: Sequence[Leaf],
+    rates: Sequence[tuple[float, ...]],
+    one_reader: bool,
+) -> Group:
+    """Returns a group of leaves and slices that are dealt by the rates at which replicas read each column.
+
+    Each column has a replica with a rate other than 0. With `one_reader` the fastest one there reads everything.
+    """
+    sizes = {index: leaves[index].block_bytes for index in missing}
+    order = sorted(missing, key=lambda index: (-sizes[index], index))
+    dealt: dict[tuple[float, ...], list[int]] = {}
+    for column in dict.fromkeys(rates):
+        loads = _Loads.only(column.index(max(column)), len(column)) if one_reader else _Loads(column)
+        dealt[column] = [loads.deal(sizes[index]) for index in order]
+    by_leaf = zip(*(dealt[column] for column in rates), strict=True)
+    bundles = tuple(ColumnSum(index, replicas) for index, replicas in zip(order, by_leaf, strict=True))
+    return Group(group.mesh, group.axes, bundles, sum(sizes.values()))
+
+
 def redealt(
     groups: Sequence[Group],
     leaves: Sequence[Leaf],
@@ -89,8 +124,11 @@ def redealt(
     loads: dict[tuple[int, tuple[str, ...]], _Loads] = {}
     for group in groups:
         kind = group.mesh, group.axes
-        by_replica = replica_rates(group, meshes, rates)
-        if not any(by_replica) or not differ(by_replica):  # nobody reads it any faster
+        by_replica, by_column = replica_rates(group, meshes, rates), column_rates(group, meshes, rates)
+        if not any(by_replica) and all(map(any, by_column)):  # no replica reads all of it
+            dealt_again = dealt_by_column(group, group.leaves, work, by_column, one_reader)
+            made.append(dataclasses.replace(group, bundles=dealt_again.bundles))
+        elif not any(by_replica) or not differ(by_replica):  # nobody reads it any faster
             made.append(group)
         elif one_reader:
             made.append(_with_reader(group, work, by_replica))
@@ -167,6 +205,10 @@ class _Work:
     def without(self, bundle: Bundle) -> Bundle:
         if isinstance(bundle, Sum):
             if bundle.reader in self._absent:
+                self._drop([bundle.leaf])
+            return bundle
+        if isinstance(bundle, ColumnSum):
+            if self._absent.intersection(bundle.readers):
                 self._drop([bundle.leaf])
             return bundle
         if isinstance(bundle, Pack):

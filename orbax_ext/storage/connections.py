@@ -6,11 +6,14 @@ whole process, and TensorStore reads them once, when it first connects.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection
 
-_LONGEST_CONNECT = 30  # seconds
+from absl import logging
 
+_LONGEST_CONNECT = 30  # seconds
+_TIME, _LIMIT = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES"
 
 STALL_RATE = 4096  # bytes per second; a healthy connection that is one of hundreds still brings more
 
@@ -22,8 +25,8 @@ def limit_silence(seconds: float, rate: int = STALL_RATE) -> dict[str, str]:
     """
     whole = max(1, round(seconds))
     variables = {
-        "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(whole),
-        "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": str(rate),
+        _TIME: str(whole),
+        _LIMIT: str(rate),
         "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(min(whole, _LONGEST_CONNECT)),
     }
     return _set_missing(variables)
@@ -56,11 +59,32 @@ def limit_silence_in(
     """Does it for a restore from some places, by its knobs.
 
     What they leave open is what S3 was `enabled` with on s3://, otherwise a fifth of the restore's own limit, so that
-    reads are retried several times before that.
+    reads are retried several times before that. Warns about knobs that come too late.
     """
+    given_seconds, given_rate = seconds, None if rate == STALL_RATE else rate
     schemes = {place.partition("://")[0] for place in places}
     if "s3" in schemes and enabled is not None:
         seconds = enabled[0] if seconds is None else seconds
         rate = enabled[1] if rate == STALL_RATE else rate
     if schemes & {"gs", "s3"}:
         limit_silence(stall_timeout / 5 if seconds is None else seconds, rate)
+        if given_seconds is not None:
+            _warn_if_not("stall_seconds", _TIME, str(max(1, round(given_seconds))))
+        if given_rate is not None:
+            _warn_if_not("stall_rate", _LIMIT, str(given_rate))
+
+
+def _warn_if_not(knob: str, variable: str, wanted: str) -> None:
+    if os.environ[variable] != wanted:
+        _warn(knob, wanted, variable, os.environ[variable])
+
+
+@functools.cache  # one line for each knob and value
+def _warn(knob: str, wanted: str, variable: str, stands: str) -> None:
+    logging.warning(
+        "orbax_ext: %s=%s has no effect: %s is %s in this process already, and TensorStore reads it only once",
+        knob,
+        wanted,
+        variable,
+        stands,
+    )

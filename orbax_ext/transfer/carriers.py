@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.plan import Bundle, LaneBatch, Leaf, Pack, Sum, piece_shape
+from orbax_ext.plan import Bundle, ColumnSum, LaneBatch, Leaf, Pack, Sum, piece_shape
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing, programs
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
@@ -59,6 +59,11 @@ class Replicas:
     def of_device(self) -> dict[jax.Device, int]:
         """The replica that each of this process's devices belongs to."""
         return {device: row for row, devices in enumerate(self.table) for device in devices if is_local(device)}
+
+    @functools.cached_property
+    def column_of(self) -> dict[jax.Device, int]:
+        """The column of the table that each of this process's devices is in."""
+        return {device: at for devices in self.table for at, device in enumerate(devices) if is_local(device)}
 
     @functools.cached_property
     def here(self) -> list[int]:
@@ -160,6 +165,42 @@ class SumCarrier(Carrier):
         return [programs.make_zeros(block, shape, self._replicas.sharding(request, replica)) for replica in others]
 
 
+class ColumnSumCarrier(Carrier):
+    """A leaf of which each block has a reader of its own; everybody else hands in zeros for it."""
+
+    def __init__(self, bundle: ColumnSum, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        super().__init__(leaves, replicas)
+        self._leaf = bundle.leaf
+        self._readers = bundle.readers
+
+    @property
+    def op(self) -> Op:
+        return SumOp(self._leaves.block(self._leaf))
+
+    def items(self) -> list[ReadItem]:
+        """Returns all blocks of the leaf that are here, if this process reads one: almost always it then reads all."""
+        if not any(map(self._reads, self._replicas.of_device)):
+            return []
+        sharding = self._leaves.request(self._leaf).sharding
+        here = mesh_lib.replica_sharding(sharding, sharding.mesh)
+        return [self._item(self._leaf, here, self._leaves.block(self._leaf))]
+
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        block, blocks = self._leaves.block(self._leaf), read.get(self._leaf, {})
+        return {
+            device: blocks[device]
+            if self._reads(device) and device in blocks
+            else np.zeros(block.carried_shape, block.carried_dtype)
+            for device in self._replicas.of_device
+        }
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        return {self._leaf: next(outputs)}
+
+    def _reads(self, device: jax.Device) -> bool:
+        return self._readers[self._replicas.column_of[device]] == self._replicas.of_device[device]
+
+
 class LaneCarrier(Carrier):
     """Leaves with equal blocks, one for each lane; every replica reads a piece of the leaf of its lane."""
 
@@ -234,7 +275,7 @@ class PackCarrier(Carrier):
         return packing.unpack(self._bundle, next(outputs), blocks, self._leaves.leaves)
 
 
-_CARRIERS = {Sum: SumCarrier, LaneBatch: LaneCarrier, Pack: PackCarrier}
+_CARRIERS = {Sum: SumCarrier, ColumnSum: ColumnSumCarrier, LaneBatch: LaneCarrier, Pack: PackCarrier}
 
 
 def make_carrier(bundle: Bundle, leaves: PlannedLeaves, replicas: Replicas) -> Carrier:

@@ -104,8 +104,13 @@ class DirectReads:
         results = await asyncio.gather(hand_over_held(), read_special(special), *map(read_batch, batches))
         return {leaf: array for arrays in results for leaf, array in arrays.items()}
 
-    async def read_own(self, leaves: Sequence[int]) -> dict[int, jax.Array]:
-        """Reads leaves or slices on all devices of this process; returns the leaves that are complete with them."""
+    async def read_own(
+        self, leaves: Sequence[int], all_read: Callable[[], None] = lambda: None
+    ) -> dict[int, jax.Array]:
+        """Reads leaves or slices on all devices of this process; returns the leaves that are complete with them.
+
+        `all_read` is called when all is read. From then on it can't be given up: a thread puts the leaves together.
+        """
         items = [self._whole_item(leaf) for leaf in leaves]
         fetched: dict[int, Blocks] = {**await boxes.fetch(self._reader, items)}
         left = [item for item in items if item.index not in fetched]
@@ -128,6 +133,7 @@ class DirectReads:
                 self._memory.give_back(lasting)
             return through_orbax | arrays_here
 
+        all_read()
         return await run_in_thread(complete, self._limit) if fetched or slices else through_orbax
 
     def give_up(self) -> None:

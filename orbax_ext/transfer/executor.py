@@ -116,9 +116,12 @@ class Executor:
 
         return await self._in_thread(contributions)
 
-    async def read_whole(self, group: Group) -> dict[int, jax.Array]:
-        """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete."""
-        return await self.direct.read_own(group.leaves)
+    async def read_whole(self, group: Group, all_read: Callable[[], None] = lambda: None) -> dict[int, jax.Array]:
+        """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete.
+
+        `all_read` is called when all is read: from then on it can't be given up.
+        """
+        return await self.direct.read_own(group.leaves, all_read)
 
     async def read_direct(
         self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once

@@ -22,6 +22,7 @@ from orbax_ext.transfer.exchanges import AgreedExchange, Exchanges
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.rates import LinkRates
+from orbax_ext.transfer.read_ahead import succeeded
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
 
@@ -126,11 +127,11 @@ class Pipeline:
         boundary moves, it also ends when all is read that may be read: then there is time to move it. If no group is
         left, waits for all that is read directly.
         """
-        self._began_phase, alone = time.monotonic(), self._take_overs.alone
+        self._began_phase, alone = time.monotonic(), len(self._take_overs.alone)
         self._at_work = True
         if not self.course.groups_left:
             self._reads.begin_direct()
-            await self._reads.first_of(self._everything_arrived(), waits_alone=alone)
+            await self._reads.first_of(self._everything_arrived(), alone=alone)
             if self._strict:
                 self._reads.back.raise_errors()
             return
@@ -145,7 +146,7 @@ class Pipeline:
             works.append(self._reads.everything_read(self._read_at_meeting, strict=self._strict))
             if self._patience is not None:
                 works.append(self._patience_ends(self._began + self._patience))
-        await self._reads.first_of(*works, waits_alone=alone)
+        await self._reads.first_of(*works, alone=alone)
 
     def progress(self) -> dict[str, Any]:
         """Returns what this process tells the others at the meeting that begins now."""
@@ -161,6 +162,7 @@ class Pipeline:
                 failed=self._take_overs.failure(error),
                 lacks=lacks,
                 long=shares.long,
+                busy=bool(self._exchanges.under_way) or not all(map(succeeded, reads.kept)),
             )
             return {TOOK: round(time.monotonic() - self._began_phase, 3), **share.to_json()}
         late = not reads.share.done()
@@ -203,7 +205,7 @@ class Pipeline:
             self._changed(added, added=True)
             if not self._reads.share.done() or self._reads.share.exception() is not None:
                 self._reads.shares.drop_stuck(front)
-        self._take_overs.alone = False
+        self._take_overs.alone = frozenset()
         self._patience = None
         self._changed(self.course.deal(shares))
         if self.boundary_moves and not self.course.catching_up:
@@ -220,7 +222,7 @@ class Pipeline:
         contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
         # What has been agreed on has to travel. The later all agree, the better they know where the boundary should be.
         meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
-        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after))
+        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after, self._reads.back.leaves))
         self.course.next()
         self._reads.probe(number, compare=self._rates.fabric_busy.part < _MOSTLY)
 
@@ -228,15 +230,17 @@ class Pipeline:
         """Returns all arrays in the order of the request, when everything is there."""
         assert self._reads.direct is not None
         arrays = self._exchanges.arrays | self._reads.back.arrays() | self._reads.direct.result()
-        return [arrays[index] for index in range(len(arrays))]
+        return [arrays[index] for index in range(len(self._request.leaf_requests))]
 
     def _agree_on_the_rest(self, shares: Mapping[int, Share], hosts: Mapping[int, str]) -> None:
         lacking = {number for share in shares.values() for number in share.lacks}
         added = self._take_overs.of_direct(shares, hosts, self.phase) if lacking else []
         if added is not None:
+            self._take_overs.alone = frozenset()
             self._changed(added, added=True)
             self._reads.back.drop(lacking)
-            self.done = not lacking
+            # Who was asked to come may wait for an exchange still. The next time nobody is asked: nothing is lacking.
+            self.done = not lacking and not any(share.busy for share in shares.values())
 
     def _changed(self, numbers: Sequence[int], *, added: bool = False) -> None:
         """Prepares groups that were added to the course, or dealt again."""
@@ -277,9 +281,10 @@ class Pipeline:
 
     async def _everything_arrived(self) -> None:
         """Waits for the last exchanges and for all direct reads."""
-        assert self._reads.direct is not None
-        raised: list[asyncio.Future[Any]] = [self._reads.direct, *self._exchanges.under_way]
-        await _ended([*raised, *self._reads.back.under_way], raised)
+        await _ended([*self._reads.kept, *self._reads.back.under_way, *self._exchanges.under_way], ())
+        ended: list[asyncio.Future[Any]] = [*self._reads.kept, *self._exchanges.under_way]
+        for task in ended:  # more is handed over now than there was before
+            task.result()
 
     @property
     def _prepared(self) -> list[asyncio.Future[Any]]:

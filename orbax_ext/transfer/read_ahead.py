@@ -128,11 +128,17 @@ class BackReads(Generic[L, R]):
         self._busy = busy
         self._two_at_a_time = asyncio.Semaphore(2)
         self._tasks: dict[int, asyncio.Future[dict[L, R]]] = {}
+        self._handed_over: set[int] = set()  # groups that are read; the end of their tasks does not wait for storage
 
     @property
     def under_way(self) -> list[asyncio.Future[dict[L, R]]]:
         """Reads that have not ended."""
         return [task for task in self._tasks.values() if not task.done()]
+
+    @property
+    def handed_over(self) -> list[asyncio.Future[dict[L, R]]]:
+        """Groups that are handed over, or are being handed over, or could not be. Nobody can take these over."""
+        return [self._tasks[number] for number in self._handed_over if number in self._tasks]
 
     @property
     def idle(self) -> bool:
@@ -142,14 +148,28 @@ class BackReads(Generic[L, R]):
     @property
     def failed(self) -> dict[int, BaseException]:
         """The groups that could not be read."""
-        errors = {number: task.exception() for number, task in self._tasks.items() if task.done()}
+        ended = {n: task for n, task in self._tasks.items() if task.done() and n not in self._handed_over}
+        errors = {number: task.exception() for number, task in ended.items()}
         return {number: error for number, error in errors.items() if error is not None}
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The groups that are not read yet."""
+        return tuple(sorted(n for n, task in self._tasks.items() if not task.done() and n not in self._handed_over))
 
     @property
     def lacking(self) -> tuple[int, ...]:
         """The groups that are not read, or could not be read."""
-        unread = {number for number, task in self._tasks.items() if not task.done()}
-        return tuple(sorted(unread | self.failed.keys()))
+        return tuple(sorted({*self.unread, *self.failed}))
+
+    @property
+    def leaves(self) -> frozenset[L]:
+        """What was read so far."""
+        return frozenset(leaf for task in self._tasks.values() if succeeded(task) for leaf in task.result())
+
+    def note_handed_over(self, number: int) -> None:
+        """Notes that a group is read, and is being put together with what arrived before. That can't be undone."""
+        self._handed_over.add(number)
 
     def begin(self, numbers: Iterable[int]) -> None:
         """Begins to read groups, in this order."""
@@ -180,6 +200,10 @@ class BackReads(Generic[L, R]):
                 arrays = await self._read(number)
         self.done += 1
         return arrays
+
+
+def succeeded(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _raise_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:

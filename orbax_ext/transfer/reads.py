@@ -55,6 +55,7 @@ class Reads:
         self._held = held
         self._arrived = arrived
         self._asked = asyncio.Event()  # the others do not want to wait for this process
+        self._late = 0  # for how many they do not want to wait
 
     @property
     def share(self) -> asyncio.Future[list[DeviceBlocks]]:
@@ -69,6 +70,11 @@ class Reads:
         return self._executor.share_bytes(self._course.group(self._course.ends.front)) > 0
 
     @property
+    def kept(self) -> list[asyncio.Future[dict[int, jax.Array]]]:
+        """What nobody takes over: leaves that never travel, and groups that are read and being put together."""
+        return [*self.back.handed_over, *([] if self.direct is None else [self.direct])]
+
+    @property
     def upto(self) -> int:
         """The place before which this process has read shares, or may begin to."""
         return max(self.shares.upto, self._held.groups)
@@ -76,12 +82,12 @@ class Reads:
     @property
     def so_far(self) -> tuple[int, int, bool]:
         """How many groups are read from the front and from the back, and whether the leaves are that never travel."""
-        return len(self.shares.groups_done), self.back.done, self._direct_has_ended
+        return len(self.shares.groups_done), self.back.done, _has_ended(self.direct)
 
     @property
     def idle(self) -> bool:
         """Whether all is read that may be read."""
-        return self.shares.idle and self.back.idle and self._direct_has_ended
+        return self.shares.idle and self.back.idle and _has_ended(self.direct)
 
     @property
     def unused(self) -> int:
@@ -129,17 +135,18 @@ class Reads:
             self.shares.compared = self.shares.compared or planned is not self._course.as_planned(number)
             self._recorder.again(size)
 
-    def ask(self) -> None:
-        """Notes that the others do not want to wait any longer for what this process reads."""
+    def ask(self, late: int) -> None:
+        """Notes that the others do not want to wait any longer for what so many processes read, this one included."""
+        self._late = late
         self._asked.set()
 
-    async def first_of(self, *works: Coroutine[Any, Any, None], waits_alone: bool) -> None:
+    async def first_of(self, *works: Coroutine[Any, Any, None], alone: int) -> None:
         """Does works until the first one has ended, or until the others ask for what they can read themselves.
 
-        With `waits_alone` they can't.
+        They can't if so many processes are late as are waited for `alone`; perhaps they can when one of those is there.
         """
         self._asked.clear()
-        tasks = [asyncio.ensure_future(work) for work in (*works, self._called(waits_alone))]
+        tasks = [asyncio.ensure_future(work) for work in (*works, self._called(alone))]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -173,12 +180,12 @@ class Reads:
             abandon(self.direct)
         self.direct = None
 
-    async def _called(self, waits_alone: bool) -> None:
+    async def _called(self, alone: int) -> None:
         while True:
             await self._asked.wait()
             self._asked.clear()
-            reads: Sequence[asyncio.Future[Any]] = [self.share] if self._course.groups_left else self.back.under_way
-            if any(not task.done() for task in reads) and not waits_alone:
+            unread = not self.share.done() if self._course.groups_left else bool(self.back.unread)
+            if unread and (not alone or self._late < alone):
                 return
 
     async def _read_share(self, place: int) -> list[DeviceBlocks]:
@@ -199,7 +206,7 @@ class Reads:
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
         group = self._course.as_planned(number)
         with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group.leaves)):
-            arrays = await self._executor.read_whole(group)
+            arrays = await self._executor.read_whole(group, lambda: self.back.note_handed_over(number))
         self._rates.group_read(self._course.order.index(number))
         self._arrived(arrays)
         return arrays
@@ -215,6 +222,6 @@ class Reads:
         yield
         self._rates.leaves_read(self._executor.whole_bytes(leaves))
 
-    @property
-    def _direct_has_ended(self) -> bool:
-        return self.direct is not None and self.direct.done()
+
+def _has_ended(task: asyncio.Future[Any] | None) -> bool:
+    return task is not None and task.done()

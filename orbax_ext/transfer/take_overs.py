@@ -26,7 +26,7 @@ class TakeOvers:
     """The take-overs of a restore; the same on all processes."""
 
     def __init__(self, course: Course, recorder: Recorder) -> None:
-        self.alone = False  # nobody else can read what is late: it is waited for
+        self.alone: frozenset[int] = frozenset()  # nobody else can read what is late: these are waited for
         self._course = course
         self._recorder = recorder
         # By group: who has failed to read it, or was late.
@@ -96,7 +96,7 @@ class TakeOvers:
         if added is None:
             if nobody_reads:
                 raise _restore_failed(before | failed)
-            self.alone = True
+            self.alone = frozenset(late.keys() - failed.keys())
             return None
         for process, share in late.items():
             why = share.failed["error"] if share.failed is not None else "late"

@@ -14,7 +14,7 @@ import pytest
 from orbax_ext import errors
 from orbax_ext.meeting import session as session_lib
 from orbax_ext.meeting.board import Board, LocalClient
-from orbax_ext.meeting.protocol import ERROR
+from orbax_ext.meeting.protocol import ERROR, TOOK
 from orbax_ext.meeting.session import Limits, Session, gather
 from orbax_ext.meeting.wire import restore_error_to_json
 from orbax_ext.upstream import runtime
@@ -191,3 +191,28 @@ def test_work_that_is_cancelled_from_outside_ends_the_meeting_for_the_others() -
 def _swallow(function: Callable[[], None]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         function()
+
+
+def test_late_processes_are_asked_again_when_fewer_are_late() -> None:
+    client = SharedClient()
+    asked: dict[int, list[int]] = {1: [], 2: []}
+
+    def run(process: int) -> None:
+        async def meet() -> None:
+            come = asyncio.Event()
+
+            def note(late: int) -> None:
+                asked[process].append(late)
+                if late == process:  # process 2 comes at once, process 1 when it is the only one
+                    come.set()
+
+            read = come.wait() if process in asked else asyncio.sleep(0)
+            await session.together_telling("read", read, lambda: {TOOK: 0.01}, note)
+
+        with Session(client, process, 4, "restore", Limits(stall=60.0, late=0.1)) as session:
+            session.arrive({})
+            asyncio.run(meet())
+
+    assert on_processes(4, run) == [None] * 4
+    assert set(asked[2]) == {2}
+    assert asked[1][-1] == 1

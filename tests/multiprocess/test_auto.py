@@ -224,9 +224,9 @@ def paced(pace_of: Callable[[], Pace]) -> Iterator[None]:
         await asyncio.sleep(pace_of().direct / 4)
         return await read(self, *args)
 
-    async def slow_whole(self: Executor, group: Any) -> Any:
+    async def slow_whole(self: Executor, *args: Any) -> Any:
         await asyncio.sleep(pace_of().direct)
-        return await read_whole(self, group)
+        return await read_whole(self, *args)
 
     def slow_exchange(self: Executor, group: Any, contributions: Any) -> Any:
         async def finish() -> Any:

@@ -24,7 +24,8 @@ from tests.support.states import MeshSpec, P, Spec
 
 MIB = 1 << 20
 SLOW_RATE = 2 * MIB  # bytes per second
-MESH = MeshSpec((4, 2), ("dp", "tp"))
+MESH = MeshSpec((4, 2), ("dp", "tp"))  # each process is a replica
+WIDE = MeshSpec((2, 4), ("dp", "tp"))  # two processes make a replica: 0 and 2 hold the same, and 1 and 3
 STATE = {
     **{f"lane_{number}": Spec((512, 1024), "float32", P("tp")) for number in range(8)},  # whole, one for each replica
     **{f"cut_{number}": Spec((512, 2048), "bfloat16", P("tp")) for number in range(8)},  # cut among the replicas
@@ -40,10 +41,32 @@ class Trouble:
     """What goes wrong with the reads of some processes: from a read on, for some reads."""
 
     ranks: tuple[int, ...]
-    kind: str  # "delay", "stall", "error"
+    kind: str  # "delay", "stall", "error", or "recovery": the last of `ranks` reads again, the others stall
     first: int = 0  # the first share with a trouble; -1 is the last one
     count: int = 1000
     end: str = "read"  # or "read_whole", for what `auto` reads directly, "both", or "read_direct"
+
+    @property
+    def taken_over(self) -> tuple[int, ...]:
+        return self.ranks[:-1] if self.kind == "recovery" else self.ranks
+
+    @property
+    def here(self) -> Trouble:
+        """The trouble as this process has it."""
+        if jax.process_index() not in self.ranks:
+            return Trouble((), "none")
+        return dataclasses.replace(self, count=1) if self.recovers else self
+
+    @property
+    def seconds(self) -> float:
+        """How long a read of this process takes."""
+        if self.recovers:
+            return 6
+        return 2 if self.kind == "delay" else 1000
+
+    @property
+    def recovers(self) -> bool:
+        return self.kind == "recovery" and jax.process_index() == self.ranks[-1]
 
 
 @pytest.fixture(scope="module")
@@ -85,26 +108,51 @@ AUTO = NOTHING | {
     "error of direct reads": Trouble((3,), "error", 0, end="read_whole"),
     "stall of all": Trouble((1,), "stall", 0, end="both"),
 }
+# In each replica a process can't read, and no block is lost.
+SPREAD_WIDE = NOTHING | {
+    "error in both replicas": Trouble((0, 3), "error", 1),
+    "stall in both replicas": Trouble((1, 2), "stall", 0),
+    "recovery of one of two that hold the same": Trouble((1, 3), "recovery", 1),
+}
+SINGLE_WIDE = NOTHING | {
+    "error of the reader and of the next one": Trouble((1, 2), "error", 0),
+    "stall of the reader and of the next one": Trouble((0, 3), "stall", 0),
+}
+AUTO_WIDE = NOTHING | {
+    "error in both replicas": Trouble((0, 3), "error", 0, end="both"),
+    "error of direct reads in both replicas": Trouble((1, 2), "error", 0, end="read_whole"),
+    "stall in both replicas": Trouble((1, 2), "stall", 1, end="both"),
+}
 CASES = {
-    "spread": ("spread", SPREAD),
-    "spread, more": ("spread", SPREAD_MORE),
-    "single": ("single", SINGLE),
-    "auto": ("auto", AUTO),
+    "spread": ("spread", SPREAD, MESH),
+    "spread, more": ("spread", SPREAD_MORE, MESH),
+    "spread, wide": ("spread", SPREAD_WIDE, WIDE),
+    "single": ("single", SINGLE, MESH),
+    "single, wide": ("single", SINGLE_WIDE, WIDE),
+    "auto": ("auto", AUTO, MESH),
+    "auto, wide": ("auto", AUTO_WIDE, WIDE),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_state: str, case: str) -> None:
-    strategy, scenarios = CASES[case]
-    found = small_cluster.run(restore_in, saved_state, strategy, scenarios, timeout=600)
+    strategy, scenarios, mesh = CASES[case]
+    results = small_cluster.run(restore_in, saved_state, strategy, scenarios, mesh, timeout=600)
+    found = [take_overs for take_overs, _ in results]
     assert found == [found[0]] * 4  # all processes know the same
     for name, trouble in scenarios.items():
         if trouble is None:
             assert not found[0][name]
-        elif trouble.kind != "delay":  # others may need as long on a busy machine
+            continue
+        if trouble.kind == "delay":  # others may need as long on a busy machine
+            # Whether a process reads more than once depends on how fast the others are.
+            assert trouble.first or all(results[rank][1][name] for rank in trouble.ranks), (
+                f"nothing was delayed: {name}"
+            )
+        else:
             expected = "OSError: the disk is gone" if trouble.kind == "error" else "late"
             taken_over = {(process, why) for _, process, why in found[0][name]}  # others may be late, too
-            assert {(rank, expected) for rank in trouble.ranks} <= taken_over, name
+            assert {(rank, expected) for rank in trouble.taken_over} <= taken_over, name
 
 
 @pytest.mark.parametrize("strategy", ["spread", "single", "auto"])
@@ -112,7 +160,7 @@ def test_nobody_takes_over_leaves_that_never_travel(
     small_cluster: lab.Cluster, saved_state: str, strategy: str
 ) -> None:
     delayed = {"delay": Trouble((2,), "delay", 0, 1, end="read_direct")}
-    small_cluster.run(restore_in, saved_state, strategy, delayed)
+    small_cluster.run(restore_in, saved_state, strategy, delayed, MESH)
     for kind, error in (("error", "RestoreFailedError"), ("stall", "RestoreTimeoutError")):
         trouble = Trouble((2,), kind, end="read_direct")
         for message in small_cluster.run(failure_in, saved_state, strategy, trouble):
@@ -158,27 +206,38 @@ def save(path: str) -> None:
 
 
 def restore_in(
-    path: str, strategy: str, scenarios: Mapping[str, Trouble | None]
-) -> dict[str, list[tuple[int, int, str]]]:
-    """Restores exactly in each scenario; returns the take-overs: group, process, why."""
-    found = {}
+    path: str, strategy: str, scenarios: Mapping[str, Trouble | None], mesh: MeshSpec
+) -> tuple[dict[str, list[tuple[int, int, str]]], dict[str, int]]:
+    """Restores exactly in each scenario.
+
+    Returns by scenario the take-overs (group, process, why), and how many reads of this process had a trouble.
+    """
+    found, hit = {}, {}
     for name, trouble in scenarios.items():
-        with troubled(strategy, trouble):
+        with troubled(strategy, trouble) as troubles:
             knobs = {
                 "strategy": strategy,
                 "replica_axis": "dp",
                 "broadcast_memory_limit_bytes": 24 * MIB,
                 # An error is reported at once. Who was late before is dealt less, and may not come to its error.
                 "late_seconds": 0.5 if trouble and trouble.kind != "error" else 30.0,
-                "stall_timeout": 20.0 if trouble and len(trouble.ranks) > 2 else 300.0,
+                "stall_timeout": stall_timeout(trouble),
             }
             with states.logged() as lines:
-                report = states.restore_exactly(path, knobs, STATE, MESH)
+                report = states.restore_exactly(path, knobs, STATE, mesh)
         told = [line for line in lines if "the other replicas read group" in line]
         for one in report.take_overs:
             assert any(f"in place of process {one.process} (" in line and line.endswith(one.why) for line in told), told
         found[name] = [(one.group, one.process, one.why) for one in report.take_overs]
-    return found
+        hit[name] = len(troubles)
+    return found, hit
+
+
+def stall_timeout(trouble: Trouble | None) -> float:
+    """Returns a limit that ends no restore, but has those be asked soon who are late together."""
+    if trouble is not None and trouble.kind == "recovery":
+        return 60.0
+    return 20.0 if trouble and len(trouble.ranks) > 2 else 300.0
 
 
 def restore_with_slow_host(path: str, strategy: str, slow: int | None) -> list[int]:
@@ -237,12 +296,12 @@ _shares: dict[str, int] = {}  # that this process reads where nothing goes wrong
 
 
 @contextlib.contextmanager
-def troubled(strategy: str, trouble: Trouble | None) -> Iterator[None]:
-    """Has the reads of this process be late, stall or fail, if it has a trouble."""
-    here = trouble is not None and jax.process_index() in trouble.ranks
-    trouble = trouble if here and trouble is not None else Trouble((), "none")
+def troubled(strategy: str, trouble: Trouble | None) -> Iterator[list[str]]:
+    """Has the reads of this process be late, stall or fail, if it has a trouble; yields a list of those that do."""
+    trouble = Trouble((), "none") if trouble is None else trouble.here
     first = trouble.first if trouble.first >= 0 else _shares[strategy] + trouble.first
     reads = 0
+    hit: list[str] = []
 
     def replaced(name: str) -> contextlib.AbstractContextManager[Any]:
         original = getattr(Executor, name)
@@ -252,11 +311,11 @@ def troubled(strategy: str, trouble: Trouble | None) -> Iterator[None]:
             if name == "read" and not self.share_bytes(group):
                 return await original(self, group, *held)
             reads += 1
-            if first < reads <= first + trouble.count:
+            if first < reads <= first + trouble.count and trouble.kind != "none":
+                hit.append(name)
                 if trouble.kind == "error":
                     raise OSError("the disk is gone")
-                if trouble.kind != "none":
-                    await asyncio.sleep(2 if trouble.kind == "delay" else 1000)
+                await asyncio.sleep(trouble.seconds)
             return await original(self, group, *held)
 
         return mock.patch.object(Executor, name, read)
@@ -267,7 +326,7 @@ def troubled(strategy: str, trouble: Trouble | None) -> Iterator[None]:
             stack.enter_context(replaced(name))
         if trouble.end == "read_whole":
             stack.enter_context(exchanges_after_direct_reads())
-        yield
+        yield hit
     _shares.setdefault(strategy, reads)
 
 

@@ -8,22 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orbax_ext.plan import MeshInfo
 from orbax_ext.plan.boundary import Ends
 from orbax_ext.plan.course import Course, Share
-from orbax_ext.plan.readers import replicas_with
 from tests.support.arriving import Arriving
-from tests.support.courses import LEAVES, MESH, make_course
+from tests.support.courses import LEAVES, MESH, WIDE, make_course, readers_by_column
 
 pytestmark = pytest.mark.once
 
 TROUBLED_MEETINGS = 20  # later, all processes are well: each meeting begins an exchange, or ends the restore
 
 
+@pytest.mark.parametrize("mesh", [MESH, WIDE], ids=str)
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["spread", "single"]), st.data())
-def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) -> None:
-    courses = [make_course(strategy) for _ in range(2)]  # on two processes
-    arriving = Arriving(MESH)
+def test_everything_arrives_whoever_is_late(mesh: MeshInfo, strategy: str, data: st.DataObject) -> None:
+    courses = [make_course(strategy, mesh) for _ in range(2)]  # on two processes
+    arriving = Arriving(mesh)
     meetings = 0
     while courses[0].groups_left:
         meetings += 1
@@ -44,13 +45,12 @@ def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) 
         if not all(share.ready for share in shares.values()):
             added = [course.take_over(shares) for course in courses]
             assert added[0] == added[1]
-            if added[0] is None:
-                assert not any(share.ready for share in shares.values())  # here each process is a replica
-                continue
             late = {process for process, share in shares.items() if not share.ready}
+            if added[0] is None:
+                assert any(set(owners) <= late for owners in mesh.owners(group.axes).T.tolist())  # nobody has a block
+                continue
             for number in added[0]:
-                new = courses[0].plan.groups[number]
-                assert not {bundle.reader for bundle in new.bundles} & replicas_with(new, [MESH], late)
+                assert not set().union(*readers_by_column(courses[0].plan.groups[number], mesh)) & late
         for course in courses:
             begun = max(share.upto for share in shares.values())
             before = [course.group(place) for place in range(course.ends.front, min(begun, course.ends.back))]
@@ -65,7 +65,7 @@ def test_everything_arrives_whoever_is_late(strategy: str, data: st.DataObject) 
             course.next()
     assert set(arriving.blocks) == set(range(len(LEAVES)))
     for index, block in arriving.blocks.items():
-        assert block.all(), f"{LEAVES[index]} has holes"
+        assert block.all(), f"{courses[0].plan.leaves[index]} has holes"
 
 
 def decide(course: Course, shares: dict[int, Share], boundary: int) -> tuple[list[int], int | None] | None:
@@ -87,11 +87,14 @@ def decide(course: Course, shares: dict[int, Share], boundary: int) -> tuple[lis
     return moved, course.order[ends.front]
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("mesh", [MESH, WIDE], ids=str)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_once(data: st.DataObject) -> None:
-    courses = [make_course("spread") for _ in range(2)]
-    arriving, meetings = Arriving(MESH), 0
+def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_once(
+    mesh: MeshInfo, data: st.DataObject
+) -> None:
+    courses = [make_course("spread", mesh) for _ in range(2)]
+    arriving, meetings = Arriving(mesh), 0
     back: set[int] = set()  # groups that are being read directly
     while courses[0].groups_left or back:
         meetings += 1
@@ -120,7 +123,7 @@ def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_o
             back = set()
     assert set(arriving.blocks) == set(range(len(LEAVES)))
     for index, block in arriving.blocks.items():
-        assert block.all(), f"{LEAVES[index]} has holes"
+        assert block.all(), f"{courses[0].plan.leaves[index]} has holes"
 
 
 def draw_shares(data: st.DataObject, ends: Ends, back: Sequence[int], *, troubled: bool) -> dict[int, Share]:
@@ -217,3 +220,47 @@ def test_nobody_takes_over_what_all_lack() -> None:
     shares = {process: Share(1, late=True) for process in range(4)}
     assert course.take_over(shares) is None
     assert course.plan == make_course("spread").plan
+
+
+@pytest.mark.parametrize("strategy", ["spread", "single"])
+@pytest.mark.parametrize("late", [(0, 3), (1, 2)], ids=str)
+def test_every_block_is_read_where_each_replica_has_a_process_that_can_not(
+    strategy: str, late: tuple[int, ...]
+) -> None:
+    course = make_course(strategy, WIDE)
+    group = course.group(0)
+    assert group.axes == ("dp",)
+    shares = {process: Share(1, 0.0 if process in late else 1e6, late=process in late) for process in range(4)}
+    added = course.take_over(shares)
+    assert added is not None
+    (number,) = added
+    assert readers_by_column(course.plan.groups[number], WIDE) == [{0, 2} - {*late}] * 2 + [{1, 3} - {*late}] * 2
+    # And so are the groups that follow.
+    course.next()
+    assert course.deal({process: Share(1, 0.0 if process in late else 1e6, long=True) for process in range(4)})
+    last = course.plan.groups[len(make_course(strategy, WIDE).plan.groups) - 1]
+    if last.axes == ("dp",):
+        assert not set().union(*readers_by_column(last, WIDE)) & {*late}
+
+
+@pytest.mark.parametrize("late", [(0, 2), (1, 3), (0, 1, 2)], ids=str)
+def test_nobody_takes_over_blocks_that_only_late_processes_hold(late: tuple[int, ...]) -> None:
+    course = make_course("spread", WIDE)
+    assert course.take_over({process: Share(1, late=process in late) for process in range(4)}) is None
+    course.move_boundary(0)
+    lacking = {process: Share(1, late=True, lacks=(0,)) if process in late else Share(1) for process in range(4)}
+    assert course.take_over_direct(lacking) is None
+    assert course.take_over_direct({**lacking, 2: Share(1), 3: Share(1)}) is not None
+
+
+def test_who_reads_a_column_may_be_late_too() -> None:
+    course = make_course("spread", WIDE)
+    failed = {"error": "OSError"}
+    assert course.take_over({process: Share(1, failed=failed if process in (0, 3) else None) for process in range(4)})
+    while course.order[course.ends.front] != len(course.plan.groups) - 1:
+        course.next()
+    shares = {process: Share(1, late=process == 2) for process in range(4)}
+    assert course.take_over(shares, tried=(0, 3)) is None  # 0 and 2 hold the same
+    added = course.take_over(shares, tried=(3,))
+    assert added is not None
+    assert readers_by_column(course.plan.groups[added[0]], WIDE) == [{0}] * 2 + [{1}] * 2

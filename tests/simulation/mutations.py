@@ -198,7 +198,8 @@ MUTATIONS = (
     Mutation(
         "late processes are not asked",
         "leader",
-        'yield from self.call(Put(self.in_session().asked(self.next), {"asked": missing[:MAX_NAMES]}, once=True))',
+        "yield from self.call(Put(self.in_session().asked(self.next), "
+        '{"asked": missing[:MAX_NAMES], "late": self.late}))',
         "yield from ()",
         seed=96,
     ),

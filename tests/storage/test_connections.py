@@ -5,6 +5,7 @@ import os
 import pytest
 
 from orbax_ext.storage import connections
+from tests.support import states
 
 TIME = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"
 VARIABLES = (TIME, "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS")
@@ -67,3 +68,19 @@ def test_authorities_are_trusted_unless_the_user_has_said_whom_to_trust(monkeypa
     monkeypatch.delenv("TENSORSTORE_CA_BUNDLE")
     monkeypatch.setenv("TENSORSTORE_CA_PATH", "/certificates")
     assert connections.trust("ca.pem") == {}
+
+
+def test_a_knob_that_comes_too_late_is_named_once() -> None:
+    connections._warn.cache_clear()
+    connections.limit_silence_in(["gs://bucket/x"], None, 4096, 300.0)
+    with states.logged() as lines:
+        connections.limit_silence_in(["gs://bucket/x"], None, 4096, 100.0)  # what is no knob is no promise
+        connections.limit_silence_in(["gs://bucket/x"], 60.0, 4096, 300.0)
+        for _ in range(2):
+            connections.limit_silence_in(["gs://bucket/x"], 7.0, 1000, 300.0)
+    assert lines == [
+        f"orbax_ext: stall_seconds=7 has no effect: {TIME} is 60 in this process already, and TensorStore reads it "
+        "only once",
+        f"orbax_ext: stall_rate=1000 has no effect: {VARIABLES[1]} is 4096 in this process already, and TensorStore "
+        "reads it only once",
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_ext.plan import Group, LaneBatch, Leaf, MeshInfo, Pack, Sum
+from orbax_ext.plan import Bundle, Group, LaneBatch, Leaf, MeshInfo
 from orbax_ext.plan.cutting import piece_shape
 
 
@@ -51,7 +51,7 @@ class Arriving:
         whole[where] = block
 
 
-def _travels(bundle: Sum | LaneBatch | Pack, leaves: Sequence[Leaf], sizes: dict[str, int]):  # type: ignore[no-untyped-def]
+def _travels(bundle: Bundle, leaves: Sequence[Leaf], sizes: dict[str, int]):  # type: ignore[no-untyped-def]
     """Yields what arrives: the block of each leaf, with holes where replicas were absent."""
     if not isinstance(bundle, LaneBatch):
         yield from ((leaf, np.ones(leaves[leaf].block)) for leaf in bundle.leaves)

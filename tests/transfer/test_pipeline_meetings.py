@@ -34,12 +34,15 @@ TOLD_BY_TWO = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class Storage:
-    """Stands in for an executor: all is read at once, compiled when the test says so, and exchanged never."""
+    """Stands in for an executor: all is read at once, compiled and exchanged when the test says so."""
 
     def __init__(self) -> None:
         self.compiled = asyncio.Event()
         self.compiling = False
         self.direct = mock.Mock()
+        self.exchanges: list[asyncio.Future[dict[int, Any]]] = []
+        self.may_read_whole = asyncio.Event()
+        self.may_read_whole.set()
 
     def is_compiled(self, groups: object) -> bool:
         return self.compiled.is_set()
@@ -51,7 +54,8 @@ class Storage:
     async def read(self, group: Group, held: object = None) -> list[Any]:
         return []
 
-    async def read_whole(self, group: Group) -> dict[int, Any]:
+    async def read_whole(self, group: Group, all_read: object) -> dict[int, Any]:
+        await self.may_read_whole.wait()
         return {}
 
     async def read_direct(self, *args: object) -> dict[int, Any]:
@@ -61,7 +65,8 @@ class Storage:
         pass
 
     def start_exchange(self, group: Group, contributions: object) -> asyncio.Future[dict[int, Any]]:
-        return asyncio.get_running_loop().create_future()
+        self.exchanges.append(asyncio.get_running_loop().create_future())
+        return self.exchanges[-1]
 
     def take_part(self, group: Group) -> None:
         pass
@@ -203,3 +208,30 @@ def test_a_restore_that_has_ended_is_freed_before_python_collects_garbage(monkey
         asyncio.run(asyncio.wait_for(case(), 20))
     finally:
         gc.enable()
+
+
+def test_the_restore_is_not_over_while_a_process_that_was_asked_to_come_waits_for_an_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(meetings: Meetings) -> None:
+        pipeline, storage = meetings.pipeline, meetings.storage
+        pipeline.start_exchange()
+        pipeline._reads.back.begin(pipeline.course.move_boundary(pipeline.course.ends.front))
+        storage.may_read_whole.clear()
+        reading = asyncio.ensure_future(pipeline.read())
+        await asyncio.sleep(0.01)
+        (exchange,) = storage.exchanges
+        pipeline.ask(1)
+        await reading
+        storage.may_read_whole.set()
+        while pipeline._reads.back.lacking:  # the last read ends just now
+            await asyncio.sleep(0)
+        told = pipeline.progress()
+        assert told["busy"]
+        assert not pipeline.agree(dict.fromkeys(HOSTS, told), HOSTS)
+        assert not pipeline.done
+        exchange.set_result({})
+        assert not await meetings.hold()
+        assert pipeline.done
+
+    run(case, monkeypatch)

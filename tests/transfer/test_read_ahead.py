@@ -204,6 +204,51 @@ def test_groups_from_the_back_do_not_wait_for_shares_that_are(over: str) -> None
     run(case)
 
 
+def test_a_group_that_is_being_put_together_is_not_dropped() -> None:
+    async def case() -> None:
+        storage, watch = Storage(), Stopwatch()
+        release = asyncio.Event()
+
+        async def read(number: int) -> dict[int, int]:
+            value = await storage.read(number)
+            back.note_handed_over(number)
+            await release.wait()  # as for a thread, which goes on when the task is cancelled
+            return {number: value}
+
+        back = BackReads(read, ReadAhead(storage.read, 0, watch).until_idle, watch)
+        back.begin([7, 6])
+        await settle()
+        await storage.arrive(7)
+        assert (back.unread, back.lacking, len(back.handed_over)) == ((6,), (6,), 1)
+        back.drop([7, 6])
+        assert (len(back.under_way), back.leaves) == (1, frozenset())
+        release.set()
+        await settle()
+        assert (back.arrays(), back.leaves, back.idle) == ({7: 70}, frozenset({7}), True)
+
+    run(case)
+
+
+def test_nobody_takes_over_a_group_that_could_not_be_put_together() -> None:
+    async def case() -> None:
+        storage, watch = Storage(), Stopwatch()
+
+        async def read(number: int) -> dict[int, int]:
+            await storage.read(number)
+            back.note_handed_over(number)
+            raise MemoryError("no room")
+
+        back = BackReads(read, ReadAhead(storage.read, 0, watch).until_idle, watch)
+        back.begin([7])
+        await settle()
+        await storage.arrive(7)
+        assert (back.lacking, back.failed) == ((), {})
+        (task,) = back.handed_over
+        assert isinstance(task.exception(), MemoryError)
+
+    run(case)
+
+
 def test_both_are_waited_for_also_when_one_fails() -> None:
     async def case() -> None:
         over = []

@@ -37,7 +37,7 @@ class Storage:
         self.shares.append(asyncio.get_running_loop().create_future())
         return await self.shares[-1]
 
-    async def read_whole(self, group: Group) -> dict[int, Any]:
+    async def read_whole(self, group: Group, all_read: object) -> dict[int, Any]:
         self.back.append(asyncio.get_running_loop().create_future())
         return await self.back[-1]
 
@@ -229,6 +229,24 @@ def test_a_share_counts_for_the_rate_as_far_as_it_is_read_after_groups_were_deal
         await settle()
         await read_shares(storage)
         assert rates.bytes_read == 10 + 2 + 10
+        reads.give_up()
+
+    run(case)
+
+
+def test_who_is_waited_for_alone_comes_when_another_one_has_come() -> None:
+    async def case() -> None:
+        storage = Storage()
+        reads, _ = make_reads(storage, replicas=4)
+        reads.begin()
+        waiting = asyncio.ensure_future(reads.first_of(asyncio.sleep(9), alone=2))
+        await settle()
+        reads.ask(2)
+        await settle()
+        assert not waiting.done()
+        reads.ask(1)
+        await settle()
+        assert waiting.done()
         reads.give_up()
 
     run(case)

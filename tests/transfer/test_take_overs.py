@@ -109,6 +109,13 @@ def test_who_was_late_is_the_last_to_try() -> None:
     assert restore.take_overs.alone
 
 
+def test_who_has_failed_is_not_waited_for() -> None:
+    restore = Restore("spread")
+    late = Share(1, 0.0, late=True)
+    assert restore.meet({0: failed(*DENIED), 1: late, 2: late, 3: late}) is None
+    assert restore.take_overs.alone == {1, 2, 3}
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_late_processes_do_not_hand_a_group_to_each_other_for_ever(fails: bool) -> None:
     restore = Restore()
