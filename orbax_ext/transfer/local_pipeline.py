@@ -95,7 +95,8 @@ class LocalPipeline:
 
     async def _load_group(self, number: int) -> None:
         with self._recorder.span("read", group=self._first + number):
-            await self._blocks.load(self._plan.groups[number].leaves, self._gaps)
+            group = self._plan.groups[number]
+            await self._blocks.load(group.leaves, self._gaps, group.loaded)
 
     async def _compile(self, number: int) -> None:
         await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))
