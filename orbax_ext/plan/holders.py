@@ -165,6 +165,11 @@ class RelayGroup:
     def leaves(self) -> tuple[int, ...]:
         return tuple(leaf for relay in self.relays for leaf in relay.leaves)
 
+    @property
+    def sending(self) -> frozenset[int]:
+        """The positions whose blocks are used by moves or by the sum."""
+        return frozenset([*(sender for sender, _ in self.moves), *self.senders])
+
     def without(self, leaves: Collection[int]) -> RelayGroup:
         """Returns the group without the relays that hold some of these leaves."""
         kept = tuple(relay for relay in self.relays if not set(relay.leaves) & set(leaves))
@@ -177,6 +182,7 @@ class LocalPlan:
 
     complete: tuple[int, ...]  # every process has loaded what it needs
     groups: tuple[RelayGroup, ...]
+    oversized: tuple[int, ...] = ()  # leaves that are larger than a group may be
 
 
 def plan_relays(
@@ -206,7 +212,8 @@ def plan_relays(
             relays = tuple(_relay(part, leaves) for part in batch)
             by_schedule[moves, senders].append(RelayGroup(mesh, axes, pattern, moves, senders, relays, size))
         groups += itertools.chain.from_iterable(by_schedule.values())
-    return LocalPlan(tuple(sorted(complete)), tuple(groups))
+    oversized = [index for group in groups for index in group.leaves if leaves[index].block_bytes > group_bytes]
+    return LocalPlan(tuple(sorted(complete)), tuple(groups), tuple(oversized))
 
 
 def _groups(leaves: Sequence[Leaf], indices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:

@@ -122,6 +122,14 @@ def test_small_leaves_with_the_same_holders_travel_as_one_vector() -> None:
     assert [relay.words for group in plan.groups for relay in group.relays] == [2 * 4 * 8, 4 * 8]
 
 
+def test_leaves_that_are_larger_than_a_group_are_named() -> None:
+    columns = Columns(ONE_HOST, SHARDED)
+    leaves = [leaf(ONE_HOST), leaf(ONE_HOST, rows=512, width=1024), leaf(ONE_HOST, rows=512, width=1024)]
+    loaded = dict.fromkeys(range(2), (ABSENT, ABSENT, *(0, 1) * 3)) | {2: columns.complete}
+    assert holders.plan_relays(leaves, columns_of(3, columns), loaded, 1 << 20).oversized == ()
+    assert holders.plan_relays(leaves, columns_of(3, columns), loaded, (1 << 20) - 1).oversized == (1,)
+
+
 def test_leaves_that_travel_with_a_damaged_one_are_taken_out_with_it() -> None:
     columns = Columns(ONE_HOST, SHARDED)
     leaves = [leaf(ONE_HOST), leaf(ONE_HOST), leaf(ONE_HOST, rows=512, width=1024)]
