@@ -144,6 +144,14 @@ def test_hosts_that_complement_each_other_need_no_storage(
     assert any("no host has all of" in line for line in results[0].lines) == (len(lost) == 3)
 
 
+def test_hosts_with_more_blocks_than_they_load_need_no_storage(small_cluster: lab.Cluster, wide_root: str) -> None:
+    """Hosts 0 and 2 have one half of each leaf, the others the other half; each needs another quarter."""
+    lose(wide_root, "persistent")
+    results = small_cluster.run(emergency.restore, wide_root, STATE, EACH_ITS_OWN)
+    assert_exact(results)
+    assert results[0].strategy["layer_0"] == "local: from the hosts that have it"
+
+
 def test_stock_reads_storage_although_the_hosts_have_the_step(small_cluster: lab.Cluster, wide_root: str) -> None:
     lose(wide_root, 1, 2)
     for result in small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS, implementation="stock"):
@@ -205,14 +213,6 @@ def test_hosts_that_changed_places_send_what_they_have(
 ) -> None:
     lose(wide_root, *lost)
     assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
-
-
-def test_hosts_with_more_blocks_than_they_load_need_no_storage(small_cluster: lab.Cluster, wide_root: str) -> None:
-    """Hosts 0 and 2 have one half of each leaf, the others the other half; each needs another quarter."""
-    lose(wide_root, "persistent")
-    results = small_cluster.run(emergency.restore, wide_root, STATE, EACH_ITS_OWN)
-    assert_exact(results)
-    assert results[0].strategy["layer_0"] == "local: from the hosts that have it"
 
 
 def test_a_step_that_was_being_saved_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:
