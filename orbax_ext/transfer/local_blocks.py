@@ -313,7 +313,10 @@ async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failures:
         failure = failures.exceptions[0]
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame, and the frame to what was loaded
     return [task.result() for task in tasks]
 
 
