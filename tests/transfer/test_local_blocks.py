@@ -137,9 +137,9 @@ def test_few_leaves_at_a_time_are_compared_with_their_digests(
             under_way -= 1
         raise ValueError("another digest")
 
+    stored = digest_files.StoredDigests(2, {name: {"digest": ""} for name in NAMES[1:]})
     monkeypatch.setattr(local_blocks, "_check_digest", check_digest)
     monkeypatch.setattr(local_blocks, "_stored_digests", lambda _: stored)
-    stored = digest_files.StoredDigests(2, {name: {"digest": ""} for name in NAMES[1:]})
     blocks = blocks_of(request_of_all)
     asyncio.run(look_and_load(blocks, saved))
     assert 1 < most <= 4

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from orbax_ext.plan.holders import Relay, RelayGroup
-from orbax_ext.transfer import relays
+from orbax_ext.transfer import packing, relays
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.relays import RelayExecutor
@@ -155,7 +155,7 @@ def test_vectors_are_filled_only_where_they_are_sent(monkeypatch: pytest.MonkeyP
         def filled(self, read: Any) -> dict[Any, Any]:
             return {}
 
-    monkeypatch.setattr(relays.packing, "Vectors", Vectors)
+    monkeypatch.setattr(packing, "Vectors", Vectors)
     monkeypatch.setattr(relays, "is_local", lambda device: True)
     monkeypatch.setattr(relays, "placed", lambda contributions: contributions)
     executor = RelayExecutor(types.SimpleNamespace(leaves=[]), {}, LIMIT)  # type: ignore[arg-type]
