@@ -24,7 +24,8 @@ from orbax_ext.meeting.session import Session, open_session
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
 from orbax_ext.options import Knobs
-from orbax_ext.plan.holders import ABSENT, Columns, Gaps, Loaded, LocalPlan, fill, find_gaps, plan_relays
+from orbax_ext.plan.holders import Columns, Loaded, LocalPlan, plan_relays
+from orbax_ext.plan.loads import Gaps, deal_all, fill, find_gaps
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.plan.planner import RestorePlan
 from orbax_ext.plan.volumes import Traffic, relay_traffic
@@ -123,7 +124,7 @@ async def _restore_from_hosts(
         with open_session("restore", handler.limits, recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
             agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
-            blocks = LocalBlocks(handler, request, tables, stored, options.stall_timeout)
+            blocks = LocalBlocks(handler, request, tables, stored, options.stall_timeout, handler.with_limits)
             looking = blocks.look(local, upstream.param_infos(local or _NOWHERE, step.names))
             described = {"step": step.step, "stored": persistent is not None}
             _, told = await session.together_telling("look at the local step", looking, lambda: described)
@@ -190,15 +191,7 @@ class _HostRestore:
         """Returns what all devices of each leaf's table have."""
         told = await in_thread(self.session.meet, "compare local steps", {"have": holdings.pack(mine)})
         by_process = {process: holdings.unpack(message["have"]) for process, message in told.items()}
-        loaded = {}
-        for index in mine:
-            table = self.tables[index]
-            columns = [ABSENT] * len(table.owners)
-            for process, entries in by_process.items():
-                for position, column in zip(table.of_process(process), entries[index], strict=True):
-                    columns[position] = column
-            loaded[index] = tuple(columns)
-        return loaded
+        return deal_all(self.tables, list(mine), by_process)
 
     async def _one_round(self, plan: LocalPlan, gaps: Gaps, first: int) -> dict[int, jax.Array]:
         """Follows a plan; returns its leaves but those that are damaged somewhere or travel with such a leaf."""

@@ -180,11 +180,15 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         return place_for(PlannedShare(self, request, plan), self.options.stall_timeout)
 
     async def _request(self, infos: Sequence[Any], args: Sequence[Any]) -> Request:
+        making = make_request(self, self.with_limits(infos), args)
+        return await while_storage_answers(making, self.options.stall_timeout)
+
+    def with_limits(self, infos: Sequence[Any]) -> list[Any]:
+        """Returns descriptions of arrays that are read with this handler's limits on silence and on requests."""
         knobs = self.options
         limits = knobs.stall_seconds, knobs.stall_rate, knobs.stall_timeout
         limit_silence_in(places_of(infos), *limits, enabled=s3.silence_limits())
-        infos = with_request_concurrency(infos, knobs.request_concurrency)
-        return await while_storage_answers(make_request(self, infos, args), knobs.stall_timeout)
+        return with_request_concurrency(infos, knobs.request_concurrency)
 
     @property
     def limits(self) -> Limits:

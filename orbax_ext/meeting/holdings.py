@@ -28,4 +28,5 @@ def unpack(packed: str) -> dict[int, tuple[int, ...]]:
         raise ValueError("a message of what a process has loaded is cut short or too long")
     kinds, steps, numbers = json.loads(content)
     leaves = itertools.accumulate(map(int, steps))
-    return {leaf: tuple(map(int, kinds[number])) for leaf, number in zip(leaves, numbers, strict=True)}
+    entries = [tuple(map(int, kind)) for kind in kinds]
+    return {leaf: entries[number] for leaf, number in zip(leaves, numbers, strict=True)}

@@ -7,9 +7,11 @@ device of each process in a column; the process's other devices copy from that o
 from __future__ import annotations
 
 import dataclasses
+import functools
+import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from orbax_ext.plan.topology import MeshInfo, infer_axes
 
 _SMALL = 128 << 10  # bytes of a block below which leaves travel as one vector: an operand of its own costs more
 _ALIGN, _WORD = 8, 4  # bytes, as in a `Pack`
+
+_MOST_OTHERS = 64  # blocks for other processes that a process offers: more would make messages long
 
 ABSENT = -1  # in `loaded`: a device that has loaded no block
 
@@ -56,7 +60,7 @@ class Columns:
         """How many different blocks there are."""
         return int(self.table.shape[1])
 
-    @property
+    @functools.cached_property
     def complete(self) -> Loaded:
         """What the devices have loaded if each has the block that it needs."""
         return tuple(range(self.count)) * len(self.table)
@@ -65,17 +69,17 @@ class Columns:
         """Returns the positions in the table, row by row, of a process's devices."""
         return self._of_process[process]
 
-    def loads(self, process: int, leaf: Leaf, stored: StoredChunks) -> tuple[int, ...]:
-        """Returns for each of a process's devices the column of the block to load from what the process has stored.
+    def offers(self, process: int, leaf: Leaf, stored: StoredChunks) -> tuple[int, ...]:
+        """Returns what a process can load of what it has stored, as columns.
 
-        A device loads the block that it needs. If that is not there, it loads another block, for other devices: after
-        a restart, a process may have another place in the mesh.
+        First for each of its devices the block that the device needs, or ABSENT. Then blocks for other processes'
+        devices: after a restart, a process may have another place in the mesh.
         """
-        positions = self.of_process(process)
-        needed = [position % self.count for position in positions]
+        needed = [position % self.count for position in self.of_process(process)]
         held = self._held(set(needed), leaf, stored)
-        others = iter(sorted(held - set(needed)))
-        return tuple(column if column in held else next(others, ABSENT) for column in needed)
+        first = min(needed, default=0)  # so that processes with very many blocks do not all offer the same ones
+        others = sorted(held - set(needed), key=lambda column: ((column - first) % self.count, column))
+        return (*(column if column in held else ABSENT for column in needed), *others[:_MOST_OTHERS])
 
     def _held(self, needed: Collection[int], leaf: Leaf, stored: StoredChunks) -> set[int]:
         if stored.shape != leaf.shape:
@@ -105,43 +109,31 @@ def covered(block: tuple[int, ...], size: tuple[int, ...], stored: StoredChunks)
     return all(chunk in stored.present for chunk in itertools.product(*ranges))
 
 
-@dataclasses.dataclass(frozen=True)
-class Gaps:
-    """What no process has."""
+class LeastBusy:
+    """Places of devices, of which it returns the one whose process has the fewest bytes to do, the first of several.
 
-    leaves: frozenset[int]  # of which nobody has any block
-    blocks: Mapping[int, Mapping[int, int]]  # of other leaves: for each, positions that read a block, and its column
+    What a process has to do only grows, so that a place that is not first in the heap can't have become first.
+    """
 
+    def __init__(self, places: Iterable[int], owners: Sequence[int], busy: Mapping[int, int]) -> None:
+        self._owners = owners
+        self._busy = busy
+        self._heap = [(busy[owners[place]], place) for place in places]
+        heapq.heapify(self._heap)
 
-def find_gaps(leaves: Sequence[Leaf], tables: Mapping[int, Columns], loaded: Mapping[int, Loaded]) -> Gaps:
-    """Returns what has to come from storage, and who reads the blocks, so that all processes read as much."""
-    nobody: set[int] = set()
-    blocks: dict[int, dict[int, int]] = {}
-    read: dict[int, int] = defaultdict(int)  # bytes, by process
-    for index, pattern in loaded.items():
-        columns = tables[index]
-        if set(pattern) == {ABSENT}:
-            nobody.add(index)
-            continue
-        for column in sorted(set(range(columns.count)) - set(pattern)):
-            free = [at for at in range(column, len(pattern), columns.count) if pattern[at] == ABSENT]
-            if not free:  # all devices of the column have loaded blocks for others
-                nobody.add(index)
-                blocks.pop(index, None)
-                break
-            reader = min(free, key=lambda at: (read[int(columns.owners[at])], at))
-            read[int(columns.owners[reader])] += leaves[index].block_bytes
-            blocks.setdefault(index, {})[reader] = column
-    return Gaps(frozenset(nobody), blocks)
+    def first(self) -> int:
+        """Returns the place whose process is the least busy now."""
+        while True:
+            known, place = self._heap[0]
+            if (now := self._busy[self._owners[place]]) == known:
+                return place
+            heapq.heapreplace(self._heap, (now, place))
 
-
-def fill(loaded: Mapping[int, Loaded], gaps: Gaps) -> dict[int, Loaded]:
-    """Returns what all devices have once the gaps are filled, without the leaves of which nobody has any block."""
-    return {
-        index: tuple(gaps.blocks.get(index, {}).get(at, column) for at, column in enumerate(pattern))
-        for index, pattern in loaded.items()
-        if index not in gaps.leaves
-    }
+    def take(self) -> int:
+        """Returns the first, and takes it out."""
+        place = self.first()
+        heapq.heappop(self._heap)
+        return place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +165,11 @@ class RelayGroup:
     def leaves(self) -> tuple[int, ...]:
         return tuple(leaf for relay in self.relays for leaf in relay.leaves)
 
+    @property
+    def sending(self) -> frozenset[int]:
+        """The positions whose blocks are used by moves or by the sum."""
+        return frozenset([*(sender for sender, _ in self.moves), *self.senders])
+
     def without(self, leaves: Collection[int]) -> RelayGroup:
         """Returns the group without the relays that hold some of these leaves."""
         kept = tuple(relay for relay in self.relays if not set(relay.leaves) & set(leaves))
@@ -185,6 +182,7 @@ class LocalPlan:
 
     complete: tuple[int, ...]  # every process has loaded what it needs
     groups: tuple[RelayGroup, ...]
+    oversized: tuple[int, ...] = ()  # leaves that are larger than a group may be
 
 
 def plan_relays(
@@ -197,14 +195,16 @@ def plan_relays(
     while the groups before them travel. Groups take at most `group_bytes` on a device, except for a leaf that is
     larger.
     """
-    complete = [index for index in loaded if loaded[index] == tables[index].complete]
     alike: dict[tuple[int, tuple[str, ...], Loaded], list[int]] = defaultdict(list)
-    for index in loaded:
-        if loaded[index] != tables[index].complete:
-            alike[leaves[index].mesh or 0, tables[index].axes, loaded[index]].append(index)
+    for index, pattern in loaded.items():
+        alike[leaves[index].mesh or 0, tables[index].axes, pattern].append(index)
+    complete: list[int] = []
     groups: list[RelayGroup] = []
     sent: dict[int, int] = defaultdict(int)  # bytes, by process
     for (mesh, axes, pattern), indices in alike.items():
+        if pattern == tables[indices[0]].complete:
+            complete += indices
+            continue
         by_schedule: dict[Schedule, list[RelayGroup]] = defaultdict(list)
         for batch in _groups(leaves, indices, group_bytes):
             size = sum(leaves[index].block_bytes for part in batch for index in part)
@@ -212,7 +212,8 @@ def plan_relays(
             relays = tuple(_relay(part, leaves) for part in batch)
             by_schedule[moves, senders].append(RelayGroup(mesh, axes, pattern, moves, senders, relays, size))
         groups += itertools.chain.from_iterable(by_schedule.values())
-    return LocalPlan(tuple(complete), tuple(groups))
+    oversized = [index for group in groups for index in group.leaves if leaves[index].block_bytes > group_bytes]
+    return LocalPlan(tuple(sorted(complete)), tuple(groups), tuple(oversized))
 
 
 def _groups(leaves: Sequence[Leaf], indices: Sequence[int], most: int) -> Iterator[list[tuple[int, ...]]]:
@@ -266,27 +267,27 @@ def schedule(loaded: Loaded, columns: Columns, size: int, sent: dict[int, int]) 
         if column != position % columns.count:
             lacking[position % columns.count].append(position)
 
-    def least_busy(positions: Sequence[int]) -> int:
-        chosen = min(positions, key=lambda position: (sent[int(columns.owners[position])], position))
-        sent[int(columns.owners[chosen])] += size
-        return chosen
+    owners: list[int] = columns.owners.tolist()
+
+    def send(sender: int) -> int:
+        sent[owners[sender]] += size
+        return sender
 
     moves: list[tuple[int, int]] = []
     if all(len(lacking[column]) <= len(having[column]) for column in range(columns.count)):
         for column, receivers in lacking.items():
-            for receiver in receivers:
-                sender = least_busy(having[column])
-                having[column].remove(sender)
-                moves.append((sender, receiver))
+            if receivers:
+                senders_left = LeastBusy(having[column], owners, sent)
+                moves += [(send(senders_left.take()), receiver) for receiver in receivers]
         return tuple(moves), ()
     senders = []
     for column in range(columns.count):
         in_place = [position for position in having[column] if position % columns.count == column]
         if not in_place:  # only devices of other columns have it: one device of this column gets it first
             receiver = lacking[column][0]
-            moves.append((least_busy(having[column]), receiver))
+            moves.append((send(LeastBusy(having[column], owners, sent).first()), receiver))
             in_place = [receiver]
-        senders.append(least_busy(in_place))
+        senders.append(send(LeastBusy(in_place, owners, sent).first()))
     return tuple(moves), tuple(senders)
 
 

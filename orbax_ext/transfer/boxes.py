@@ -55,6 +55,7 @@ class ReadItem:
     block: Block  # that it makes on each device
     buffers: HostBlocks | None = None  # to read into, where they exist already
     memory: UsedMemory | None = None  # to read into if the blocks become the restored array; others only travel
+    boxes: tuple[tuple[Box, tuple[jax.Device, ...]], ...] | None = None  # to read, if not those of the sharding
 
     @property
     def device_bytes(self) -> int:
@@ -288,6 +289,8 @@ def _as_stored(item: ReadItem, store: Any) -> bool:
 
 def _boxes(item: ReadItem) -> list[tuple[Any, Box, Sequence[jax.Device]]]:
     """Returns each box in the stored array (None if its rows are apart there), the same in the item, its devices."""
+    if item.boxes is not None:
+        return [(box, box, devices) for box, devices in item.boxes]
     return [(_in_storage(item, box), box, devices) for box, devices in _on_devices(item.sharding, item.leaf.shape)]
 
 

@@ -25,6 +25,7 @@ from orbax_ext import mesh as mesh_lib
 from orbax_ext.transfer.blocks import Block, DeviceBlocks, decode, encode
 
 _EVERYWHERE = P(("replica", "rest"))
+_MOVED_AS_THEY_ARE = ("float32", "int32", "uint32")  # no backend widens them, and a move does not compute
 _MOST_PROGRAMS = 256  # kept for later restores; more than one needs, unless it deals again very often
 
 
@@ -128,14 +129,20 @@ class RelayOp:
         return (self.block,)
 
     def apply(self, operand: jax.Array) -> tuple[jax.Array, ...]:
+        if not self.senders and operand.dtype.name in _MOVED_AS_THEY_ARE:
+            # XLA's CPU backend would copy each device's block to convert it to integers, and copy it again afterwards.
+            return (self._moved(operand).reshape(self.block.shape),)
         words = encode(operand)
-        arrived = tuple(lax.ppermute(part, ("replica", "rest"), self.moves) for part in words) if self.moves else words
+        arrived = tuple(map(self._moved, words)) if self.moves else words
         if not self.senders:
             return (decode(arrived, self.block),)
         arrives, sends = self._is_one_of([receiver for _, receiver in self.moves]), self._is_one_of(self.senders)
         words = tuple(jnp.where(arrives, new, old) for new, old in zip(arrived, words, strict=True))
         words = tuple(lax.psum(jnp.where(sends, part, jnp.zeros_like(part)), "replica") for part in words)
         return (decode(words, self.block),)
+
+    def _moved(self, part: jax.Array) -> jax.Array:
+        return lax.ppermute(part, ("replica", "rest"), self.moves)
 
     def _is_one_of(self, positions: Sequence[int]) -> jax.Array:
         """Returns on each device whether it is at one of the positions."""

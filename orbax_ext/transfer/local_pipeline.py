@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Self
 
 import jax
+from absl import logging
 
+from orbax_ext import text
 from orbax_ext.plan.holders import Columns, LocalPlan
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
@@ -39,6 +41,7 @@ class LocalPipeline:
         first: int = 0,
     ) -> None:
         """`limit` is in seconds, for each program; `first` is the number of the first group in the report."""
+        self._leaves = request.leaves
         self._plan = plan
         self._first = first
         self._blocks = blocks
@@ -50,6 +53,11 @@ class LocalPipeline:
         self._arrays: dict[int, jax.Array] = {}
 
     def __enter__(self) -> Self:
+        if self._plan.oversized:
+            logging.info(
+                "orbax_ext: larger than the memory limit allows for one group; each travels in one piece: %s",
+                text.listing([self._leaves[index].name for index in self._plan.oversized]),
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -95,7 +103,8 @@ class LocalPipeline:
 
     async def _load_group(self, number: int) -> None:
         with self._recorder.span("read", group=self._first + number):
-            await self._blocks.load(self._plan.groups[number].leaves, self._gaps)
+            group = self._plan.groups[number]
+            await self._blocks.load(group.leaves, self._gaps, group.loaded)
 
     async def _compile(self, number: int) -> None:
         await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))

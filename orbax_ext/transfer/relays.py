@@ -133,7 +133,10 @@ class RelayExecutor:
         return {device: block for device, block in output.items() if device in receivers}
 
     def _operand(self, group: RelayGroup, relay: Relay, loaded: Mapping[int, DeviceBlocks]) -> DeviceBlocks:
-        """Returns what this process's devices hand in: what they have loaded, or zeros."""
+        """Returns what this process's devices hand in: what they have loaded, or zeros.
+
+        Vectors are filled only where they are sent: blocks are copied to them from the device.
+        """
         devices = self._devices(group)
         has = {
             device: column != ABSENT
@@ -142,7 +145,8 @@ class RelayExecutor:
         }
         if relay.words:
             leaves = self._request.leaves
-            rows = {device: 0 if have else 1 for device, have in has.items()}
+            sending = {devices.ravel()[at] for at in group.sending}
+            rows = {device: 0 if have and device in sending else 1 for device, have in has.items()}
             return placed([packing.Vectors(relay.pack, rows, leaves).filled(loaded)])[0]
         (leaf,) = relay.leaves
         block = self._block(relay)

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from orbax_ext import lab
 from orbax_ext.storage.checkpoint import digest_files
 from tests.support import emergency, file_damage, states
-from tests.support.emergency import ONE_HOST, STATE, SWAPPED_HOSTS, SWAPPED_REPLICAS, TWO_HOSTS, assert_exact, lose
+from tests.support.emergency import (
+    EACH_ITS_OWN,
+    ONE_HOST,
+    STATE,
+    SWAPPED_HOSTS,
+    SWAPPED_REPLICAS,
+    TWO_HOSTS,
+    assert_exact,
+    lose,
+)
 
 EXAMPLES = int(os.environ.get("ORBAX_EXT_EXAMPLES", "0"))
 
@@ -133,6 +142,14 @@ def test_hosts_that_complement_each_other_need_no_storage(
     results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
     assert_exact(results)
     assert any("no host has all of" in line for line in results[0].lines) == (len(lost) == 3)
+
+
+def test_hosts_with_more_blocks_than_they_load_need_no_storage(small_cluster: lab.Cluster, wide_root: str) -> None:
+    """Hosts 0 and 2 have one half of each leaf, the others the other half; each needs another quarter."""
+    lose(wide_root, "persistent")
+    results = small_cluster.run(emergency.restore, wide_root, STATE, EACH_ITS_OWN)
+    assert_exact(results)
+    assert results[0].strategy["layer_0"] == "local: from the hosts that have it"
 
 
 def test_stock_reads_storage_although_the_hosts_have_the_step(small_cluster: lab.Cluster, wide_root: str) -> None:

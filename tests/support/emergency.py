@@ -36,6 +36,7 @@ ONE_HOST = MeshSpec((4, 2), ("dp", "tp"))  # 4 processes x 2 devices: a replica 
 TWO_HOSTS = MeshSpec((2, 4), ("dp", "tp"))  # a replica spans two processes
 SWAPPED_REPLICAS = MeshSpec((2, 4), ("dp", "tp"), devices=(4, 5, 6, 7, 0, 1, 2, 3))  # the other replica is the primary
 SWAPPED_HOSTS = MeshSpec((2, 4), ("dp", "tp"), devices=(0, 1, 2, 3, 6, 7, 4, 5))  # the last two hosts change places
+EACH_ITS_OWN = MeshSpec((2, 4), ("dp", "tp"), devices=(0, 2, 4, 6, 1, 3, 5, 7))  # all devices of a host need the same
 
 STATE = {
     "weights": Spec((64, 128), "bfloat16", P("tp")),

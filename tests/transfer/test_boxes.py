@@ -127,6 +127,15 @@ def test_a_slice_is_read_from_its_rows(stored: tuple[pathlib.Path, bool]) -> Non
     assert block.tobytes() == VALUES["floats"][:, 1:3].tobytes()
 
 
+def test_a_box_that_is_named_is_read_for_its_devices(stored: tuple[pathlib.Path, bool]) -> None:
+    whole, devices = items(stored)[0], tuple(jax.devices()[:1])
+    block = Block((1, 3), whole.block.dtype)
+    item = ReadItem(0, whole.request, whole.leaf, whole.sharding, block, boxes=((((1, 2), (0, 3)), devices),))
+    found = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), [item]))
+    assert list(found[0]) == list(devices)
+    assert found[0][devices[0]].tobytes() == VALUES["floats"][1:].tobytes()
+
+
 def test_casts_and_other_shapes_are_left_to_orbax(stored: tuple[pathlib.Path, bool]) -> None:
     changed = items(stored, floats=((2, 3), np.dtype(np.float16)), flags=((5,), np.dtype(bool)))
     assert sorted(asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), changed))) == [1, 3]

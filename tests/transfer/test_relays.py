@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import types
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from orbax_ext.plan.holders import Relay, RelayGroup
-from orbax_ext.transfer import relays
+from orbax_ext.transfer import packing, relays
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.relays import RelayExecutor
@@ -141,3 +143,26 @@ def test_communicators_are_opened_in_turn_for_sums_where_a_group_needs_one(monke
     executor = RelayExecutor(Any, {}, LIMIT)  # type: ignore[arg-type]
     run(executor.connect(many))
     assert opened == [(number, True) for number in range(10)]
+
+
+def test_vectors_are_filled_only_where_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[list[int]] = []
+
+    class Vectors:
+        def __init__(self, pack: Any, rows: Mapping[int, int], leaves: Any) -> None:
+            filled.append([device for device, row in rows.items() if row == 0])
+
+        def filled(self, read: Any) -> dict[Any, Any]:
+            return {}
+
+    monkeypatch.setattr(packing, "Vectors", Vectors)
+    monkeypatch.setattr(relays, "is_local", lambda device: True)
+    monkeypatch.setattr(relays, "placed", lambda contributions: contributions)
+    executor = RelayExecutor(types.SimpleNamespace(leaves=[]), {}, LIMIT)  # type: ignore[arg-type]
+    monkeypatch.setattr(executor, "_devices", lambda group: np.array([[10, 11], [12, 13], [14, 15]]))
+    relay = Relay((), 4)
+    moved = RelayGroup(0, (), (0, 1, -1, 1, 0, 1), ((4, 2),), (), (relay,), 1)
+    summed = RelayGroup(0, (), (0, 1, -1, -1, 1, -1), ((4, 3),), (0, 3), (relay,), 1)
+    for group_of_one in (moved, summed):
+        executor._operand(group_of_one, relay, {})
+    assert filled == [[14], [10, 14]]
