@@ -15,7 +15,8 @@ import jax
 from absl import logging
 
 from orbax_ext import errors, text
-from orbax_ext.meeting.session import Limits, gather, open_session, tell_absent, withdraw_absent
+from orbax_ext.meeting.session import Limits, gather, last_answer, open_session, tell_absent, withdraw_absent
+from orbax_ext.meeting.threads import within
 from orbax_ext.meeting.wire import MAX_ERROR, Contribution, failure_to_json, failures_from_json
 from orbax_ext.upstream.steps import COMMIT_FILE, steps_without_commit
 
@@ -86,7 +87,7 @@ def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -
     """
     mine: Contribution
     try:
-        mine = _steps_here(manager, steps)
+        mine = within(limits.silence, "list steps", lambda: _steps_here(manager, steps), last_answer)
     except errors.RestoreError:  # raised on all processes already
         raise
     except Exception as error:
