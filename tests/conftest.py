@@ -25,6 +25,7 @@ _LONGEST = [
     "multiprocess/test_abstract_state",
     "multiprocess/placement",
     "multiprocess/test_auto",
+    "multiprocess/test_take_over",
     "cli/test_run",
     "simulation/test_simulation",
     "multiprocess/test_demo",
@@ -38,6 +39,15 @@ _LONGEST = [
     "multiprocess/test_check",
     "multiprocess/test_trainers",
     "multiprocess/test_s3",
+    "multiprocess/test_restore_async",
+    "multiprocess/test_examples",
+    "multiprocess/test_fuzz",
+    "multiprocess/test_job",
+    "multiprocess/test_property",
+    "multiprocess/test_verification",
+    "multiprocess/test_leaf_kinds",
+    "storage/s3/test_credentials",
+    "storage/s3/test_stores",
 ]
 
 
