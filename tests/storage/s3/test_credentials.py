@@ -24,6 +24,8 @@ from orbax_ext.storage.s3.settings import Settings
 from tests.support import s3_checkpoints, s3_server, s3_stores
 from tests.support.s3_proxy import FaultProxy
 
+pytestmark = pytest.mark.once
+
 KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
 ANSWER = {
     "AccessKeyId": s3_server.ACCESS_KEY,
