@@ -41,10 +41,10 @@ test: test-oldest test-newest ## all tests, on the oldest and on the newest supp
 test-oldest: ## all tests on the oldest supported Orbax
 test-newest: ## all tests on the newest supported Orbax
 test-oldest: OTHER := $(NEWEST)
-test-oldest: PYTEST_ARGS += -m 'not fork and not long and not once'
+test-oldest: MARKED = -m 'not fork and not long and not once'
 test-newest: OTHER := $(OLDEST)
 test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
-	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python .venv/$*/bin/python -m pytest $(PARALLEL) $(MARKED) $(PYTEST_ARGS)
 
 # Everything that starts no cluster, and one file that does. The test of the doctor would start another.
 QUICK = $(filter-out $(patsubst %,tests/%/,__pycache__ faults fork multiprocess slurm support),$(wildcard tests/*/))
@@ -185,9 +185,9 @@ clean: ## remove environments and builds
 .venv/dist/.ready: constraints/dist.txt
 	$(call make_environment,dist)
 
-# The environments oldest, newest and python313. The first two can also run an emulated Google Cloud Storage.
+# The environments oldest, newest and python313, of what setup.cfg requires. The first two can also run an emulated Google Cloud Storage.
 $(OLDEST)/.ready $(NEWEST)/.ready: EXTRAS = ,stores
 .venv/%/.ready: PACKAGES = -e '.[test,check,s3$(EXTRAS)]'
-.venv/%/.ready: constraints/%.txt setup.cfg pyproject.toml
+.venv/%/.ready: constraints/%.txt setup.cfg
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, but {sys.executable} is {v.major}.{v.minor}. Try: make PYTHON=python3.11")'
 	$(call make_environment,$*)

@@ -15,7 +15,8 @@ import jax
 from absl import logging
 
 from orbax_ext import errors, text
-from orbax_ext.meeting.session import Limits, gather, open_session, tell_absent, withdraw_absent
+from orbax_ext.meeting.session import Limits, gather, last_answer, open_session, tell_absent, withdraw_absent
+from orbax_ext.meeting.threads import within
 from orbax_ext.meeting.wire import MAX_ERROR, Contribution, failure_to_json, failures_from_json
 from orbax_ext.upstream.steps import COMMIT_FILE, steps_without_commit
 
@@ -52,8 +53,8 @@ def restore_latest_valid(
       manager: A `CheckpointManager`.
       args: The `args` of `manager.restore`.
       steps: The steps to try, in this order; by default all steps that process 0 sees, newest first.
-      stall_timeout: Seconds without progress of any process after which the exchange of outcomes is given up. The
-        attempts themselves have the limits of the registered handler.
+      stall_timeout: Seconds without progress of any process after which the exchange of outcomes is given up, and
+        seconds that listing the steps may take. The attempts themselves have the limits of the registered handler.
       timeout: Seconds in all that one exchange of outcomes may take.
       **restore_kwargs: Passed on to `manager.restore`.
 
@@ -86,7 +87,7 @@ def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -
     """
     mine: Contribution
     try:
-        mine = _steps_here(manager, steps)
+        mine = within(limits.silence, "list steps", lambda: _steps_here(manager, steps), last_answer)
     except errors.RestoreError:  # raised on all processes already
         raise
     except Exception as error:

@@ -14,6 +14,9 @@ _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 compilation_cache.use()
 
+# Each process of a cluster would import these.
+os.environ["ORBAX_EXT_LAB_FORK_PRELOAD"] = "orbax_ext.handler orbax_ext.registration tests.support.states"
+
 # A shell makes what it starts in the background ignore Ctrl-C, and children would inherit that: some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +28,7 @@ _LONGEST = [
     "multiprocess/test_abstract_state",
     "multiprocess/placement",
     "multiprocess/test_auto",
+    "multiprocess/test_take_over",
     "cli/test_run",
     "simulation/test_simulation",
     "multiprocess/test_demo",
@@ -38,6 +42,15 @@ _LONGEST = [
     "multiprocess/test_check",
     "multiprocess/test_trainers",
     "multiprocess/test_s3",
+    "multiprocess/test_restore_async",
+    "multiprocess/test_examples",
+    "multiprocess/test_fuzz",
+    "multiprocess/test_job",
+    "multiprocess/test_property",
+    "multiprocess/test_verification",
+    "multiprocess/test_leaf_kinds",
+    "storage/s3/test_credentials",
+    "storage/s3/test_stores",
 ]
 
 

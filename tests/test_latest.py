@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -32,3 +33,10 @@ def test_an_absence_does_not_outlive_the_attempt(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(type(ends)):
         latest._attempt(manager, 3, None, {}, Limits(stall=5.0))
     assert client.key_value_dir_get("") == []
+
+
+@pytest.mark.parametrize("look", ["reload", "all_steps"])
+def test_silent_storage_is_an_error(look: str) -> None:
+    manager = mock.Mock(**{f"{look}.side_effect": lambda: time.sleep(60)})
+    with pytest.raises(TimeoutError, match=r"could not list steps within 0\.5 s: storage does not answer"):
+        latest.restore_latest_valid(manager, stall_timeout=0.5)

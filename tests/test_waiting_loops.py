@@ -27,6 +27,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
     ("handler", "_single_replica_deserialize_and_broadcast", "not pipeline.done"): "each turn is a meeting with limits",
     ("handler", "one_at_a_time", "not _turn.take(loop)"): "stall_timeout after the last byte that was read",
     ("lab.cluster", "outcomes", "waiting"): "the time limit of the run",
+    ("lab.fork_server", "main", "True"): "ends when the parent closes the socket or ends",
     ("lab.forked", "wait", "(code := self.poll()) is None"): "its argument `timeout`",
     ("lab.worker", "main", "(job := channel.recv()) is not None"): "a worker waits for jobs until its channel closes",
     ("lab.worker", "watch", "os.getppid() == parent"): "a daemon thread that ends with its process",

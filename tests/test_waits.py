@@ -11,12 +11,13 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from tests.support.package_source import WAITING, modules
+import pytest
+
+from tests.support.package_source import WAITING, locks, locks_in, modules, name_of
 
 BY_CALL = {"in_thread", "deserialize", "read"}  # of Orbax too, or limited only if asked: each call is looked at
 LIMITS = {"timeout", "limit", "timeout_in_ms", "initialization_timeout", "processes"}
 MEETINGS = (".arrive", ".meet", ".hand_in")  # which have limits of their own
-LOCKS = ("lock", "_writing")
 
 # The module and the expression that waits, with the reason why it has no limit.
 _WORK = "`Session.together` cancels it when no process advances, and `while_bytes_arrive` where there is no session"
@@ -46,6 +47,12 @@ REASONS: dict[tuple[str, str], str] = {
     ("emergency", "await ours.deserialize(infos, [step.args[index] for index in absent])"): "our own handler",
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
+    (
+        "lab.fork_server",
+        "socket.recv_fds(requests, LONGEST_MESSAGE, 2)",
+    ): "the server waits for requests; the socket closes when the parent ends",
+    ("lab.forked", "self._asking"): "held for one answer, for which the socket has a limit",
+    ("lab.forked", "self._starting"): "held while a process is started, which is not waited for",
     ("lab.forked", "self._socket.recv(LONGEST_MESSAGE)"): "the socket has a limit",
     ("lab.worker", "channel.recv()"): "a worker waits for jobs; the channel closes when the cluster ends",
     ("lab.worker", "jax.distributed.shutdown()"): "the cluster ends a worker that does not end by itself",
@@ -223,13 +230,13 @@ def waits(module: str) -> Iterator[ast.expr]:
         elif isinstance(node, ast.Call) and id(node) not in awaited and _waits(node):
             yield node
         elif isinstance(node, ast.With):
-            yield from (item.context_expr for item in node.items if ast.unparse(item.context_expr).endswith(LOCKS))
+            yield from (item.context_expr for item in node.items if name_of(item.context_expr) in locks())
         elif isinstance(node, ast.AsyncWith):  # of the package's own, what they wait for is listed
             yield from (item.context_expr for item in node.items if not isinstance(item.context_expr, ast.Call))
 
 
 def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name_of(call.func)
 
 
 def _waits(call: ast.Call) -> bool:
@@ -242,6 +249,8 @@ def _waits(call: ast.Call) -> bool:
     owner = ast.unparse(call.func.value)
     if call.func.attr == "join":  # of threads, not of texts and paths
         return not isinstance(call.func.value, (ast.Constant, ast.JoinedStr)) and owner not in ("os.path", "posixpath")
+    if call.func.attr == "waitpid":
+        return "os.WNOHANG" not in map(ast.unparse, call.args)
     if call.func.attr == "get":  # of queues and context variables, not of mappings
         return not call.args
     return True
@@ -251,14 +260,19 @@ def has_limit(node: ast.expr) -> bool:
     call = node.value if isinstance(node, ast.Await) else node
     if not isinstance(call, ast.Call):
         return False
-    if any(keyword.arg in LIMITS for keyword in call.keywords):
+    if any(keyword.arg in LIMITS and not _is_none(keyword.value) for keyword in call.keywords):
         return True
     if _name(call) == "in_thread" and ast.unparse(call.args[0]).endswith(MEETINGS):
         return True
     positional = {"join": 1, "wait": 1, "sleep": 1, "acquire": 1, "wait_for": 2, "blocking_key_value_get": 2}
     if ast.unparse(call.func) == "asyncio.wait":  # its first argument is not the limit
         return False
-    return isinstance(call.func, ast.Attribute) and len(call.args) >= positional.get(call.func.attr, 9)
+    place = 2 if ast.unparse(call.func) == "connection.wait" else positional.get(_name(call), 9)
+    return isinstance(call.func, ast.Attribute) and len(call.args) >= place and not _is_none(call.args[place - 1])
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def unlimited() -> set[tuple[str, str]]:
@@ -276,3 +290,18 @@ def test_everything_that_waits_has_a_limit_or_a_reason() -> None:
 
 def test_every_reason_is_needed() -> None:
     assert REASONS.keys() - unlimited() == set()
+
+
+@pytest.mark.parametrize("call", ["done.wait()", "done.wait(None)", "done.wait(timeout=None)", "connection.wait(all)"])
+def test_no_limit_is_no_limit(call: str) -> None:
+    assert not has_limit(ast.parse(call, mode="eval").body)
+
+
+@pytest.mark.parametrize("call", ["done.wait(5)", "done.wait(timeout=limit)", "asyncio.wait_for(work, 5)"])
+def test_a_limit_is_found(call: str) -> None:
+    assert has_limit(ast.parse(call, mode="eval").body)
+
+
+def test_locks_are_found_by_what_they_are() -> None:
+    source = "a = threading.Lock()\nself.b: asyncio.Lock = asyncio.Lock()\nc = open(path)\nd = [asyncio.Semaphore(2)]"
+    assert locks_in(ast.parse(source)) == {"a", "b", "d"}

@@ -26,6 +26,11 @@ class Limits:
         """The seconds to wait for a late process: `late`, but long before the restore fails."""
         return self.late if math.isinf(self.late) else min(self.late, self.stall / 12)
 
+    @property
+    def silence(self) -> float:
+        """The seconds after which the others give up a process that makes no progress."""
+        return self.stall if self.total is None else min(self.stall, self.total)
+
     def __str__(self) -> str:
         return f"stall_timeout={self.stall:g}" + ("" if self.total is None else f", timeout={self.total:g}")
 

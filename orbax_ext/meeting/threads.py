@@ -7,6 +7,8 @@ keep the event loop or the process from ending, as a thread of asyncio's own exe
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import queue
 import threading
 import time
@@ -89,6 +91,25 @@ def watched(function: Callable[[], T], deadline: Callable[[], float]) -> T:
         if succeeded:
             return value
         raise value
+
+
+def within(limit: float, what: str, function: Callable[[], T], alive: Callable[[], float] = lambda: 0.0) -> T:
+    """Calls a function that may wait for storage; raises `TimeoutError` once nothing was heard for `limit` seconds.
+
+    `alive` returns when something was last heard: what the function waits for then has limits of its own. The function
+    sees the context variables of the caller. `what` completes the message "could not ...".
+    """
+    heard = time.monotonic()
+
+    def deadline() -> float:
+        nonlocal heard
+        heard = max(heard, alive())
+        return heard + limit
+
+    try:
+        return watched(functools.partial(contextvars.copy_context().run, function), deadline)
+    except GivenUpError:
+        raise TimeoutError(f"could not {what} within {limit:g} s: storage does not answer") from None
 
 
 class Ticker:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from orbax_ext import errors
@@ -22,4 +24,14 @@ def test_an_error_keeps_its_built_in_type() -> None:
 
     with pytest.raises(FileNotFoundError, match="in phase 'list steps': FileNotFoundError: no such bucket") as caught:
         listing.from_process_0(fail, Limits(5))
+    assert isinstance(caught.value, errors.RestoreFailedError)
+
+
+def test_silent_storage_is_an_error() -> None:
+    def wait() -> list[int]:
+        time.sleep(60)
+        return []
+
+    with pytest.raises(TimeoutError, match=r"could not list steps within 0\.9 s") as caught:
+        listing.from_process_0(wait, Limits(1))
     assert isinstance(caught.value, errors.RestoreFailedError)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 
@@ -25,6 +26,28 @@ def test_a_timeout_raised_by_the_call_itself_is_passed_on() -> None:
 def test_a_watched_call_is_given_up_at_the_deadline() -> None:
     with pytest.raises(threads.GivenUpError):
         threads.watched(lambda: time.sleep(60), lambda: 0.0)
+
+
+def test_a_call_within_a_limit_is_given_up_by_name() -> None:
+    with pytest.raises(TimeoutError, match=r"could not list steps within 0\.1 s: storage does not answer"):
+        threads.within(0.1, "list steps", lambda: time.sleep(60))
+
+
+def test_a_call_within_a_limit_goes_on_while_something_is_heard() -> None:
+    looks = []
+
+    def alive() -> float:
+        looks.append(1)
+        return time.monotonic()
+
+    def work() -> str:
+        while len(looks) < 3:
+            time.sleep(0.01)
+        return variable.get()
+
+    variable = contextvars.ContextVar("variable", default="of nobody")
+    variable.set("of the caller")
+    assert threads.within(0.001, "list steps", work, alive) == "of the caller"
 
 
 def test_a_ticker_goes_on_after_an_error_until_it_is_stopped() -> None:

@@ -31,7 +31,10 @@ def checkpoints(cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
     return paths
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.once if "1x" in name else ()) for name in TOPOLOGIES],
+)
 def elsewhere(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
     with lab.Cluster(*TOPOLOGIES[request.param]) as running:
         yield running

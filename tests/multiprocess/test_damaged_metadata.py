@@ -33,6 +33,13 @@ def processes(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
         yield running
 
 
+def _marks(count: int, ocdbt: bool, zarr3: bool) -> list[pytest.MarkDecorator]:
+    """One process shows every format, once; four show a format of each kind of metadata and of files."""
+    if count == 1:
+        return [pytest.mark.once] if ocdbt != zarr3 else []
+    return [pytest.mark.long] if ocdbt == zarr3 else []
+
+
 @pytest.mark.parametrize(
     ("processes", "ocdbt", "zarr3"),
     [
@@ -41,8 +48,7 @@ def processes(request: pytest.FixtureRequest) -> Iterator[lab.Cluster]:
             ocdbt,
             zarr3,
             id=f"{count}-zarr{3 if zarr3 else 2}-{'ocdbt' if ocdbt else 'files'}",
-            # One process shows every format; four show a format of each kind of metadata and of files.
-            marks=[pytest.mark.long] if count == 4 and ocdbt == zarr3 else [],
+            marks=_marks(count, ocdbt, zarr3),
         )
         for count in (1, 4)
         for ocdbt in (True, False)

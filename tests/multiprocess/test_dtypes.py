@@ -34,7 +34,13 @@ KINDS = ["bool", "int4", "bfloat16", "float32", "complex64"]
 STORABLE = [*PLAIN, *WIDE, "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz"]
 
 
-@pytest.mark.parametrize("strategy", ["single", "direct", pytest.param("spread", marks=pytest.mark.core)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(pytest.param(strategy, marks=pytest.mark.once) for strategy in ("single", "direct")),
+        pytest.param("spread", marks=pytest.mark.core),
+    ],
+)
 def test_every_dtype_that_orbax_stores_comes_back_bit_for_bit(cluster: lab.Cluster, path: str, strategy: str) -> None:
     assert states.all_differences(cluster.run(save_and_restore, path, _all(STORABLE), "ours", strategy=strategy)) == []
 

@@ -38,7 +38,7 @@ def job(emulator: FaultProxy) -> Iterator[lab.Cluster]:
         yield running
 
 
-@pytest.mark.parametrize("strategy", ["single", "spread"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.once), "spread"])
 def test_four_processes_restore_bit_for_bit(job: lab.Cluster, emulator: FaultProxy, strategy: str) -> None:
     emulator.calm()
     assert states.all_differences(job.run(restore, strategy)) == []
@@ -48,6 +48,7 @@ def test_four_processes_restore_bit_for_bit(job: lab.Cluster, emulator: FaultPro
     job.stop()  # so that the next restore finds nothing in a cache
 
 
+@pytest.mark.once
 def test_a_silent_connection_is_given_up_and_the_read_repeated(job: lab.Cluster, emulator: FaultProxy) -> None:
     emulator.calm()
     emulator.faults.append(Fault("stall", "GET .*/d/.*alt=media", times=1))

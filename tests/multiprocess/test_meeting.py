@@ -51,6 +51,7 @@ def waits(team: lab.Cluster) -> dict[str, list[str]]:
     return {name: [ended[name] for ended in found] for name in WAITS}
 
 
+@pytest.mark.once
 def test_a_process_that_does_not_come_is_named_by_all(waits: dict[str, list[str]]) -> None:
     *others, absent = waits["3 stays away"]
     assert absent == ""
@@ -61,6 +62,7 @@ def test_a_process_that_does_not_come_is_named_by_all(waits: dict[str, list[str]
         assert "process 1" not in text
 
 
+@pytest.mark.once
 def test_the_gathering_process_not_coming_is_named_by_all(waits: dict[str, list[str]]) -> None:
     absent, *others = waits["0 stays away"]
     assert absent == ""
@@ -70,6 +72,7 @@ def test_the_gathering_process_not_coming_is_named_by_all(waits: dict[str, list[
         assert text.count("process ") == 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(
     waits: dict[str, list[str]], slow: int
@@ -81,17 +84,20 @@ def test_a_process_that_stops_advancing_is_named_with_phase_bytes_and_seconds(
             assert "last in phase 'work', 500 bytes done, " in text
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_process_that_is_slow_but_advances_is_waited_for(waits: dict[str, list[str]], slow: int) -> None:
     assert waits[f"{slow} is slow"] == [""] * 4
 
 
+@pytest.mark.once
 def test_a_limit_in_all_ends_even_what_advances(waits: dict[str, list[str]]) -> None:
     for text in waits["2 takes too long in all"]:
         assert text.startswith("RestoreTimeoutError")
         assert f", timeout={STALL:g}" in text
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("eager", [0, 3])
 def test_a_process_that_comes_more_often_than_the_others_meets_them_next_time(
     waits: dict[str, list[str]], eager: int
@@ -101,6 +107,7 @@ def test_a_process_that_comes_more_often_than_the_others_meets_them_next_time(
         assert bool(text) == (rank == eager)
 
 
+@pytest.mark.once
 def test_waits_that_were_given_up_leave_nothing_behind(team: lab.Cluster, waits: dict[str, list[str]]) -> None:
     del waits
     team.run(exchange)
@@ -162,6 +169,7 @@ def test_secrets_of_one_process_do_not_reach_the_others(team: lab.Cluster) -> No
         assert "hunter2" not in outcome.failure.traceback
 
 
+@pytest.mark.once
 def test_a_service_that_falls_silent_ends_the_wait(tmp_path: pathlib.Path) -> None:
     with lab.Cluster(3, 1) as trio:
         run = trio.submit(meet_after, 1.0, str(tmp_path))

@@ -30,6 +30,9 @@ LIMITS = {"spread": 4 * MIB, "single": 5 * MIB}  # of memory: a leaf is a group
 PATIENCE = 30.0  # seconds that an exchange waits for the next one to be agreed on
 
 
+pytestmark = pytest.mark.once
+
+
 @dataclasses.dataclass
 class Seen:
     """What one process has done in a restore in which no exchange ends before the next one is agreed on."""

@@ -44,12 +44,12 @@ def small(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
-def test_a_restore_needs_one_state_instead_of_two(small_cluster: lab.Cluster, kept: str) -> None:
+def test_a_restore_needs_one_state_instead_of_two(measured_cluster: lab.Cluster, kept: str) -> None:
     for strategy in STRATEGIES:
         # What else the machine does can only add to a peak; a restore that frees nothing exceeds the bound each time.
         attempts: list[list[tuple[int, int]]] = []
         while not attempts or (not all(map(within_bounds, attempts[-1])) and len(attempts) < 3):
-            attempts.append(small_cluster.run(measure, kept, strategy))
+            attempts.append(measured_cluster.run(measure, kept, strategy))
         assert all(map(within_bounds, attempts[-1])), f"{strategy}: bytes with release and without: {attempts}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ def test_a_listing_error_on_process_0_hangs_the_others_with_stock_orbax_only(pai
     assert pair.run(list_steps, directory, hooked=True) == [(NAMES, 1)] * 2
     assert pair.run(states.coordination_keys) == [[]] * 2
     with lab.Cluster(2, 1) as stock:
-        first, second = stock.outcomes(list_steps, directory, failing=True, timeout=15)
+        first, second = stock.submit(list_steps, directory, failing=True).outcomes(timeout=60, grace=3)
         assert "PermissionError: no entry" in str(first)
         assert second.state == "timed out"
 
@@ -69,11 +70,19 @@ def test_a_process_that_does_not_list_is_named(pair: lab.Cluster, directory: str
     assert second.value == ([], 0)
 
 
+def test_silent_storage_of_process_0_is_everybodys_error(pair: lab.Cluster, directory: str) -> None:
+    first, second = pair.outcomes(list_steps, directory, hooked=True, silent=True)
+    assert "could not list steps within" in str(first)
+    for outcome in (first, second):  # the second may have begun, and so given up, earlier
+        assert outcome.state == "raised"
+        assert "process 0" in str(outcome)
+
+
 # Run on the processes.
 
 
 def list_steps(
-    path: str, hooked: bool = False, failing: bool = False, absent: int | None = None
+    path: str, hooked: bool = False, failing: bool = False, silent: bool = False, absent: int | None = None
 ) -> tuple[list[int], int]:
     """Returns the steps that a manager lists, and how often the hook did that."""
     if jax.process_index() == absent:
@@ -82,11 +91,12 @@ def list_steps(
 
     def share(list_numbers: Any) -> list[int]:
         calls.append(list_numbers)
-        return listing.from_process_0(list_numbers, Limits(60 if absent is None else 3))
+        return listing.from_process_0(list_numbers, Limits(3 if silent or absent is not None else 60))
 
     undo = hooks.install(steps.HOOKS, share) if hooked else None
     try:
-        with fault() if failing and jax.process_index() == 0 else contextlib.nullcontext():
+        effect = PermissionError("no entry") if failing else (lambda *_: time.sleep(60)) if silent else None
+        with fault(effect) if effect and jax.process_index() == 0 else contextlib.nullcontext():
             name_format = step_lib.standard_name_format(single_host_load_and_broadcast=True)
             return sorted(found.step for found in name_format.find_all(path)), len(calls)
     finally:
@@ -105,6 +115,6 @@ def list_with_manager(path: str) -> list[int]:
         undo()
 
 
-def fault() -> Any:
+def fault(effect: Any) -> Any:
     kind = type(step_lib.standard_name_format())
-    return mock.patch.object(kind, "_glob_step_paths", side_effect=PermissionError("no entry"))
+    return mock.patch.object(kind, "_glob_step_paths", side_effect=effect)

@@ -1,6 +1,8 @@
-"""Lets every process of a cluster write to JAX's compilation cache; JAX lets process 0 only. Imported by all processes.
+"""Lets all processes of a cluster share JAX's compilation cache. Imported by all of them.
 
-Programs of a process's own devices are compiled by each process for itself, and have entries of their own.
+JAX lets only process 0 write to it. On CPUs, a program of one device has an entry for each device of a process, because
+the key names the device: here that is left out, as JAX does on GPUs. A program is loaded for the device that is asked
+for, whichever it was compiled for.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import os
 import types
 from typing import Any
 
-from jax._src import compiler, distributed, lru_cache
+from jax._src import cache_key, compiler, distributed, lru_cache
+
+_hash_options = cache_key._hash_serialized_compile_options
 
 
 class _AsProcess0:
@@ -27,5 +31,12 @@ def _put(cache: Any, key: str, value: bytes) -> None:
     os.replace(unfinished, entry)
 
 
+def _hash_options_without_one_device(hash_obj: Any, options: Any, strip_device_assignment: bool = False) -> None:
+    devices = options.device_assignment
+    alone = bool(devices) and devices.replica_count() * devices.computation_count() == 1
+    _hash_options(hash_obj, options, strip_device_assignment or alone)
+
+
+cache_key._hash_serialized_compile_options = _hash_options_without_one_device
 compiler.distributed = types.SimpleNamespace(global_state=_AsProcess0())
 lru_cache.LRUCache.put = _put

@@ -1,4 +1,4 @@
-"""What .ci/run installs before the checks."""
+"""What .ci/run installs before the checks, and what the Makefile runs."""
 
 from __future__ import annotations
 
@@ -37,3 +37,14 @@ def test_an_unknown_package_does_not_keep_away_those_for_other_tests(
     assert installed in calls.read_text()
     assert absent not in calls.read_text()
     assert f"Could not install {absent}" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", ["", "-k name"])
+def test_tests_marked_once_run_on_the_newest_release_only(arguments: str) -> None:
+    def command(target: str) -> str:
+        make = ["make", "--dry-run", target, f"PYTEST_ARGS={arguments}"]
+        done = subprocess.run(make, cwd=releases.ROOT, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.strip().splitlines()[-1]
+
+    assert command("test-oldest").endswith(f" -m 'not fork and not long and not once' {arguments}".rstrip())
+    assert "not once" not in command("test-newest")

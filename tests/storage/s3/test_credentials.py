@@ -23,6 +23,8 @@ from tests.support import s3_checkpoints, s3_server, s3_stores
 from tests.support.aws_services import AUTHORIZATION, NothingThere, Service, serving
 from tests.support.s3_proxy import FaultProxy
 
+pytestmark = pytest.mark.once
+
 KEYS = f"aws_access_key_id = {s3_server.ACCESS_KEY}\naws_secret_access_key = {s3_server.SECRET_KEY}\n"
 NEEDS_TOKENS = pytest.mark.skipif(
     not s3_server.STORES[s3_server.STORE].takes_any_session_token,

@@ -9,6 +9,8 @@ import pytest
 from orbax_ext.storage.s3 import errors
 from tests.support import s3_server
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     "text",

@@ -14,6 +14,8 @@ from tests.support import s3_server
 from tests.support.s3_checkpoints import check, restore, save
 from tests.support.s3_proxy import SILENCE, Fault, FaultProxy
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def saved(s3_port: int, _proxy: FaultProxy) -> str:

@@ -11,6 +11,8 @@ from orbax_ext.storage import s3 as s3_lib
 from tests.support import s3_server
 from tests.support.s3_proxy import Fault, FaultProxy
 
+pytestmark = pytest.mark.once
+
 
 def test_files_and_directories_behave_as_on_a_disk(s3: str, tmp_path: pathlib.Path) -> None:
     def use(root: epath.Path) -> list[Any]:

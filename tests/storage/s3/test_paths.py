@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from orbax_ext.storage.s3 import paths
 
+pytestmark = pytest.mark.once
+
 keys = st.lists(
     st.lists(st.sampled_from(["0", "default", "d", "commit_success.txt", "x"]), min_size=1, max_size=4).map("/".join),
     unique=True,

@@ -10,6 +10,8 @@ from orbax_ext.storage import s3 as s3_lib
 from orbax_ext.storage.s3 import settings
 from orbax_ext.storage.s3.settings import Settings
 
+pytestmark = pytest.mark.once
+
 
 def resolved(given: Settings, **environ: str) -> Settings:
     return settings.resolve(given, {"AWS_CONFIG_FILE": "/dev/null", **environ})

@@ -12,6 +12,8 @@ from orbax_ext.storage.s3.objects import Listing, ObjectStore
 from orbax_ext.storage.s3.paths import PathLike
 from orbax_ext.storage.s3.sharing import Snapshot
 
+pytestmark = pytest.mark.once
+
 ROOT = "s3://bucket/run/0"
 DIRECTORIES = {
     ROOT: Listing({"commit_success.txt": (3, 100)}, ("default",), exists=True),

@@ -13,6 +13,8 @@ from orbax_ext.storage import s3 as s3_lib
 from tests.support.s3_checkpoints import check, restore, save
 from tests.support.s3_proxy import FaultProxy
 
+pytestmark = pytest.mark.once
+
 ODD_NAMES = [
     "a b",
     "a%20b",

@@ -6,6 +6,8 @@ import pytest
 
 from orbax_ext.storage.s3.streams import LargeFile, TextFile, Upload
 
+pytestmark = pytest.mark.once
+
 CONTENT = bytes(range(256)) * 4
 
 
