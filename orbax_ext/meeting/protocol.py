@@ -119,7 +119,7 @@ class Member:
         moment: Moment = yield action
         late = moment.now - self.now - getattr(action, "seconds", 0.0)
         if late > _MOMENT:
-            self._stood_still += late
+            self._stood_still += late - _MOMENT  # so that waiting comes to an end if all calls take long
         self.now, self.wall = moment.now, moment.wall
         return moment.answer
 

@@ -221,7 +221,7 @@ class Session:
         Not a meeting: no process waits for process 0, and process 0 goes on without processes that send nothing.
         """
         return watched(
-            lambda: run(self._member.hand_in(mine), self._board), lambda: self._board.answered + HAND_IN_LIMIT
+            lambda: run(self._member.hand_in(mine), self._board), lambda: self._board.last_answer() + HAND_IN_LIMIT
         )
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -230,7 +230,7 @@ class Session:
         board = Board(self._board.client)
         board.answered = self._board.answered  # do not wait again for a service that does not answer
         try:
-            watched(lambda: run(self._member.leave(error), board), lambda: board.answered + LEAVE_LIMIT)
+            watched(lambda: run(self._member.leave(error), board), lambda: board.last_answer() + LEAVE_LIMIT)
         except Exception as problem:
             logging.warning("orbax_ext: could not remove the keys of a meeting: %s", redact(repr(problem)))
 
@@ -242,7 +242,7 @@ class Session:
             if _abandoned(self):
                 self.leave(_interrupted())
                 return 0.0
-            return silent_at(self._member, self._board.answered)
+            return silent_at(self._member, self._board.last_answer())
 
         try:
             return watched(lambda: run(steps, self._board), deadline)
@@ -333,6 +333,6 @@ def _with_service(call: Callable[[Board], object]) -> None:
     if jax.process_count() > 1:
         board = Board(runtime.coordination_client())
         try:
-            watched(lambda: call(board), lambda: board.answered + LEAVE_LIMIT)
+            watched(lambda: call(board), lambda: board.last_answer() + LEAVE_LIMIT)
         except Exception as problem:
             logging.warning("orbax_ext: the coordination service does not answer: %s", redact(repr(problem)))

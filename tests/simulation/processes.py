@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Delete, Put, Steps
-from orbax_ext.meeting.board import CLOSE_LIMIT
+from orbax_ext.meeting.board import CLOSE_LIMIT, STOPPED
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
@@ -293,7 +293,7 @@ class Process:
         """
 
         def wait(resume: Callable[[Any], None]) -> None:
-            ended = False
+            ended, looked = False, self._world.now
 
             def end(result: Any) -> None:
                 nonlocal ended
@@ -302,6 +302,10 @@ class Process:
                     resume(result)
 
             def check() -> None:
+                nonlocal looked
+                if self._world.now - looked > _CHECK + STOPPED:  # as in `Board.last_answer`
+                    task.answered = self._world.now
+                looked = self._world.now
                 if not ended and self.host.clock > given_up(task.answered + self.host.ahead):
                     end(SilentServiceError())
                 elif not ended:

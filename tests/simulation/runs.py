@@ -18,11 +18,12 @@ _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hang
 _LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 4.0  # seconds for messages and looks; 20,000 seeds need at most 2.6
 _PROMPT = 3.0  # seconds and a look until all know of a failure; 20,000 seeds need at most 1.8
+_UNHEARD = 3.0  # seconds between two reports of a process that advances, and until process 0 reads them
 _FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
 _BROUGHT = {"error", "interrupt", "interrupt meeting"}  # such a failure is at the next meeting at once
 _INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
-_NOT_TOLD = {"crash", "pause", "lost", *_INTERRUPTS}  # such a process may end with another error
+_NOT_TOLD = {"crash", "lost", *_INTERRUPTS}  # such a process may end with another error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +63,25 @@ def suspects(plan: Plan) -> set[int]:
     harmful = _harmful(plan)
     named = {fault.process for fault in harmful if fault.kind != "silence"}
     if harmful or plan.total is not None:  # a slow process may miss the restore that follows, or reach the limit in all
-        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
+        named |= {fault.process for fault in plan.faults if fault.kind in (*HARMLESS, "pause")}
     return named
 
 
 def _harmful(plan: Plan) -> set[Fault]:
     """Returns the faults that can make a restore fail which has no limit in all."""
     harmful = {
-        f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
+        f
+        for f in plan.faults
+        if f.kind not in HARMLESS
+        and not (f.kind == "silence" and f.seconds < plan.stall)
+        and not (f.kind == "pause" and _paused(plan, f.restore) <= plan.stall - _UNHEARD)
     }
     return harmful | {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
+
+
+def _paused(plan: Plan, restore: int) -> float:
+    """Returns for how many seconds processes are stopped in a restore, one after the other."""
+    return sum(fault.seconds for fault in plan.faults if (fault.kind, fault.restore) == ("pause", restore))
 
 
 def _others_can_read(plan: Plan, fault: Fault) -> bool:
@@ -101,6 +111,8 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
     yield from _check_total(plan, records)
+    if not _may_be_silent(plan):  # also a process that was stopped gives the service the time to answer
+        yield from (f"gives up a service that answers: {r}" for r in records if "does not answer" in str(r.error))
     yield from _check_messages(plan, processes)
 
 
@@ -109,8 +121,13 @@ def _longest_wait(plan: Plan) -> float:
     kinds = {fault.kind for fault in plan.faults}
     if kinds and kinds <= _BROUGHT and math.isinf(plan.late):  # nobody is missing
         return plan.stall / 4 + _PROMPT + _FOR_EACH * plan.processes  # it looks every `stall` / 4
-    silent = any(f.kind in ("silence", "lost") or (f.kind in ("pause", "crash") and not f.process) for f in plan.faults)
-    return plan.stall + GRACE + SPREAD + silent * SILENCE + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
+    grace = GRACE + SPREAD + _may_be_silent(plan) * SILENCE
+    return plan.stall + grace + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
+
+
+def _may_be_silent(plan: Plan) -> bool:
+    """Returns whether the service may leave a process without an answer."""
+    return any(f.kind in ("silence", "lost") or (f.kind in ("pause", "crash") and not f.process) for f in plan.faults)
 
 
 def _slow(plan: Plan) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import pathlib
 import re
+from unittest import mock
 
 import pytest
 
-from tests.simulation import mutations, plans, runs, track_record
+from tests.simulation import mutations, plans, processes, runs, track_record
 
 pytestmark = pytest.mark.once
 
@@ -78,6 +79,14 @@ def test_a_silent_service_does_not_prolong_the_limit_in_all() -> None:
     assert runs.run(plan).problems == ()
     with mutations.applied(mutations.SILENCE_WITHOUT_LIMIT):
         assert "longer than the limit in all" in runs.run(plan).problems[0]
+
+
+def test_a_process_that_was_stopped_for_long_ends_with_the_others() -> None:
+    pause = plans.Fault("pause", 1, 0, 1, 40.0)
+    same = [plans.Plan(seed, 3, 1, 1, 8.0, None, (pause,)) for seed in range(60)]
+    assert [plan.seed for plan in same if runs.run(plan).problems] == []
+    with mock.patch.object(processes, "STOPPED", 1000.0):
+        assert any("gives up a service that answers" in str(runs.run(plan).problems) for plan in same)
 
 
 @pytest.mark.parametrize("stuck", [(1, 2, 3), (0, 1, 2), (0, 2, 3)])
