@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "those who wait are not told that a process has given up",
         "protocol",
-        "for other, nonce in told.items():\n            yield",
-        "for other, nonce in ():\n            yield",
+        "if (yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))):",
+        "if False:",
         seed=9,
     ),
     Mutation(
@@ -221,13 +221,19 @@ MUTATIONS = (
 # None, to see that a protocol that is loaded in this way works.
 CONTROL = Mutation("nothing", "protocol", "LEAVE_LIMIT = 5.0", "LEAVE_LIMIT = 5.0")
 
-# Too few seeds find these three: one needs a process that leaves within a few milliseconds, one that dies right
-# after a meeting and little patience, and one a long silence.
+# Too few seeds find these four: one needs a process that leaves within a few milliseconds, one that leaves while it
+# replies, one that dies right after a meeting and little patience, and one a long silence.
 UNNOTICED_DEPARTURE = Mutation(
     "a process that leaves as a meeting ends does not end the one after it",
     "protocol",
     "yield from self.call(Put(session.outcome(number + 1), value, self.most, once=True))",
     "yield from ()",
+)
+SOME_WITHOUT_REPLY = Mutation(
+    "process 0 leaves before it has replied to all",
+    "protocol",
+    "if decided and number == 0 and self.place.process == LEADER:",
+    "if False:",
 )
 LONG_WAIT_FOR_REPORTS = Mutation(
     "process 0 waits for reports longer than the others wait for it at the next restore",

@@ -60,6 +60,8 @@ class Record:
     overtime: float  # the longest wait at a meeting after any process advanced last
     overdue: float  # the longest wait at a meeting after the limit in all
     waited: float  # the last wait at a meeting; 0 if it ended at work
+    began: float  # when the process came
+    ended: float  # when it returned or failed; it had not left by then
     seconds: float  # that the restore took
     payloads: tuple[Any, ...]  # what the processes brought to each meeting
     reports: Mapping[int, str] | None  # of all processes, on process 0; None if it did not come to that
@@ -160,6 +162,7 @@ class Process:
         except Exception as raised:
             error = raised
             self._expect(raised)
+        ended = self._world.now
         answered = max((task.answered for task in self._tasks), default=self._world.now)
         for task in self._tasks:
             task.abandoned = True
@@ -181,6 +184,8 @@ class Process:
             self._overtime,
             self._overdue,
             self._waited,
+            began,
+            ended,
             self._world.now - began,
             tuple(self._payloads),
             self._reports,

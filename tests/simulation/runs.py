@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from orbax_ext import errors
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, RESTORE_ERRORS, SILENCE, SPREAD
 from tests.simulation.plans import FORGOTTEN, HARMLESS, SHARES, Fault, Plan, random_plan, smaller
-from tests.simulation.processes import ASKS_EVERY, FINAL, SUBJECT, Process, Record, report
+from tests.simulation.processes import ASKS_EVERY, FINAL, SUBJECT, InterruptError, Process, Record, report
 from tests.simulation.world import HEARTBEAT, World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
 _LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 4.0  # seconds for messages and looks; 20,000 seeds need at most 2.6
 _PROMPT = 3.0  # seconds and a look until all know of a failure; 20,000 seeds need at most 1.8
+_MOMENT = 1.0  # seconds until process 0 has seen who comes
 _UNHEARD = 3.0  # seconds between two reports of a process that advances, and until process 0 reads them
 _FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
@@ -103,7 +104,7 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
         yield from (f"fails without a reason: {r}" for r in records if r.error and not _ran_out(plan, r, records))
     yield from _check_names(plan, records)
     yield from _check_sessions(plan, records)
-    yield from _check_healthy(plan, healthy)
+    yield from _check_healthy(plan, healthy, _left_behind(plan, records))
     yield from _check_payloads(records)
     yield from _check_reports(plan, records)
     limit = _longest_wait(plan)
@@ -153,7 +154,7 @@ def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
-    comes_again = _left_early(plan) and "twice" in plan.kinds(0)  # to those who found nobody and are a restore behind
+    behind = _left_behind(plan, records)
     deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if isinstance(record.error, RESTORE_ERRORS) and not record.named:
@@ -165,9 +166,11 @@ def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
             came = {r.process for r in _of_session(record, records) if r.waited > _LOOK}
             if not deaf and record.named & came - guilty:
                 yield f"names {sorted(record.named & came)}, who had come: {record}"
-        elif not record.named & guilty and not comes_again:
+        elif record.process in behind and not record.session:
+            continue  # those who were told have left
+        elif not record.named & guilty:
             yield f"does not name the culprit: {record}"
-        elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
+        elif not record.named <= guilty:
             yield f"names an innocent process: {record}"
 
 
@@ -198,10 +201,11 @@ def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
             yield "ends differently: " + " | ".join(map(str, ended))
 
 
-def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
+def _check_healthy(plan: Plan, healthy: list[Process], behind: Collection[int]) -> Iterator[str]:
     """Each restore ends in the same way on all processes without a fault, also where no session was opened."""
-    if _long_silence(plan) or _left_early(plan):
+    if _long_silence(plan):
         return
+    healthy = [process for process in healthy if process.host.number not in behind]
     # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
     # seconds may differ.
     alone = {"never", "late", "absent", FORGOTTEN, "slow calls"} & plan.kinds(0)
@@ -266,7 +270,7 @@ def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[
         SubjectKeys(SUBJECT).absence(p.host.number) for p in processes if FORGOTTEN in plan.kinds(p.host.number)
     }
     left = [key for key, _ in world.client.key_value_dir_get("") if key not in forgotten]
-    if left and not lost and not _long_silence(plan) and not _left_early(plan):
+    if left and not lost and not _long_silence(plan):
         yield f"keys are left: {left}"
 
 
@@ -297,9 +301,19 @@ def _long_silence(plan: Plan) -> bool:
     return any(fault.kind in ("crash", "lost") or fault.seconds > longest for fault in silent)
 
 
-def _left_early(plan: Plan) -> bool:
-    """Whether process 0 tells all who wait that it was interrupted. Those who come a moment later find nobody."""
-    return "interrupt arrival" in plan.kinds(0)
+def _left_behind(plan: Plan, records: list[Record]) -> set[int]:
+    """Returns who came a moment after process 0 was interrupted while it waited, and told all who waited too.
+
+    They find nobody, and may be a restore behind the others from then on.
+    """
+    told = [r for r in records if not r.process and not r.session and isinstance(r.error, InterruptError)]
+    return {
+        late.process
+        for zero in told
+        for late in records
+        if late.restore == zero.restore
+        if late.began > zero.ended - _MOMENT - _slow(plan)
+    }
 
 
 def shrink(plan: Plan) -> Run:

@@ -66,6 +66,16 @@ def test_a_process_that_leaves_as_a_meeting_ends_does_not_keep_the_others_waitin
         assert any("waits" in str(runs.run(plan).problems) for plan in same)
 
 
+def test_process_0_tells_also_those_without_a_reply_when_it_leaves() -> None:
+    def plan(seed: int) -> plans.Plan:
+        fault = plans.Fault("interrupt arrival", 0, 0, 1, 1.6 + seed % 25 / 10)
+        return plans.Plan(seed, 16, 1, 0, 4.0, None, (fault,))
+
+    assert [seed for seed in range(50) if runs.run(plan(seed)).problems] == []
+    with mutations.applied(mutations.SOME_WITHOUT_REPLY):
+        assert any("names an innocent process" in str(runs.run(plan(seed)).problems) for seed in range(50))
+
+
 def test_process_0_does_not_wait_for_a_report_while_the_others_wait_for_it_at_the_next_restore() -> None:
     crash = plans.Fault("crash", 1, 0, 1, 0.2)
     same = [plans.Plan(seed, 3, 2, 0, 2.0, None, (crash,)) for seed in range(30)]
