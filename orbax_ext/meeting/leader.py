@@ -13,7 +13,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
-from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions, missing_from
+from orbax_ext.meeting.arrivals import CAME, Arrivals, Heard, by_process, contributions, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -37,18 +37,7 @@ _PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs
 _LATE = 1.5  # times what the others needed, after they have come, is a process late
 _SILENT = 5  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
 _LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
-
-
-@dataclasses.dataclass(frozen=True)
-class Heard:
-    """The last report of a process: its phase, bytes done, and when process 0 read the report."""
-
-    phase: str
-    done: int
-    at: float
-
-    def told(self, now: float) -> str:
-        return f"last in phase {self.phase!r}, {self.done} bytes done, {now - self.at:.0f} s ago"
+_SILENT_LOOKS = 2  # looks without a report: then such a process is named too, as it may be dead or stopped
 
 
 class Leader(Member):
@@ -217,8 +206,14 @@ class Leader(Member):
         heard = {process: news.told(self.now) for process, news in self.heard.items()}
         if all(ONLY_WAITED in found[process] for process in failed):
             return self.timeout(missing, heard)
-        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
+        # Not those that report: they wait for the one that has failed, compile or connect, and read no bytes meanwhile.
+        late = {p: f"no outcome yet, {heard.get(p, 'no report')}" for p in missing if not self._reports(p)}
         return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
+
+    def _reports(self, process: int) -> bool:
+        """Returns whether a process has published a report lately, with progress or without."""
+        heard = self.heard.get(process)
+        return heard is not None and self.now - heard.reported <= _SILENT_LOOKS * self.look_every
 
     def report(self, done: Callable[[], int], may_ask: bool = False) -> Generator[Action, Moment, Word]:
         """Publishes how far all are: the others may already be waiting, and the status lets them go on.
@@ -305,9 +300,10 @@ class Leader(Member):
     def _listen(self) -> Steps:
         """Reads the progress that the processes have published."""
         for process, report in by_process((yield from self.call(Read(self.in_session().reports)))).items():
-            before = self.heard.get(process)
-            if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
-                self.heard[process] = Heard(report["phase"], report["done"], self.now)
+            before, news = self.heard.get(process), Heard(self.now, self.now, **report)
+            if before is None or before.number != news.number:
+                at = before.at if before and (before.phase, before.done) == (news.phase, news.done) else self.now
+                self.heard[process] = dataclasses.replace(news, at=at)
 
     def _publish_status(self, key: str, missing: list[int], patience: Patience | None = None) -> Steps:
         """Publishes the missing processes, and a number that grows as long as any process advances."""

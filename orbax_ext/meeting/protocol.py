@@ -110,7 +110,7 @@ class Member:
         self._arriving = False
         self._left = False
         self._looked = self._began = now
-        self._reported = -math.inf
+        self._reported, self._reports_made = -math.inf, 0
         self._working_on: tuple[int, str] | None = None
         self.report_every = max(1.0, place.processes / 200)  # seconds
 
@@ -254,7 +254,9 @@ class Member:
             self._working_on, self._began = (self.next, self.phase), self.now
         if self.now - self._reported >= 0.9 * self.report_every:  # ticks are not quite even
             self._reported = self.now
-            yield from self.call(Put(session.report(self.place.process), {"phase": self.phase, "done": done()}))
+            self._reports_made += 1
+            news = {"phase": self.phase, "done": done(), "number": self._reports_made}
+            yield from self.call(Put(session.report(self.place.process), news))
         if self.now - self._looked > self.look_every:
             self._looked = self.now
             if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):

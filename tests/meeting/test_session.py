@@ -74,6 +74,26 @@ def test_a_process_that_never_reports_is_named_beside_the_one_that_failed() -> N
     assert first.failures[2].error == "no outcome yet, no report"
 
 
+def test_a_process_that_reports_without_progress_is_not_named_beside_the_one_that_failed() -> None:
+    client = SharedClient()
+
+    async def do(process: int) -> None:
+        if process == 1:
+            raise OSError("disk gone")
+        if process == 2:  # it waits for process 1, and is cancelled when that has failed
+            await asyncio.Event().wait()
+
+    def run(process: int) -> None:
+        with Session(client, process, 3, "restore", Limits(stall=30.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", do(process)))
+
+    ended = on_processes(3, run)
+    for error in ended:
+        assert isinstance(error, errors.RestoreFailedError)
+        assert list(error.failures) == [1]
+
+
 def test_process_0_ends_its_wait_when_another_has_given_up_and_says_so() -> None:
     client = SharedClient()
     given_up = errors.RestoreTimeoutError("gave up", [2], {})

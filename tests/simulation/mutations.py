@@ -194,6 +194,13 @@ MUTATIONS = (
         "",
         seed=106,
     ),
+    Mutation(
+        "a process that reports but reads no bytes is named with one that has failed",
+        "leader",
+        " for p in missing if not self._reports(p)}",
+        " for p in missing}",
+        seed=286,
+    ),
     # Shares that others read in place of a late process.
     Mutation(
         "late processes are not asked",

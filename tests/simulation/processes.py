@@ -22,11 +22,12 @@ from orbax_ext.meeting.leader import Leader
 from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
-from tests.simulation.plans import FORGOTTEN, Fault, Plan
+from tests.simulation.plans import FORGOTTEN, QUIET, Fault, Plan
 from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
 FINAL = 1000  # the number of the restore that follows when all faults are over
+QUIET_PART = 0.7  # of the limit that a quiet process works
 ASKS_EVERY = 0.25  # seconds between two looks of a process at work whether it is late
 _CHECK = 0.5  # seconds between two checks whether the service still answers
 
@@ -238,11 +239,13 @@ class Process:
         seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
         if {"slow", "endless", "stuck"} & set(faults):
             seconds = (1000 if {"endless", "stuck"} & set(faults) else 3) * self._plan.stall
+        elif QUIET in faults:
+            seconds = QUIET_PART * self._plan.stall
         elif "late share" in faults or "stalled share" in faults:
             seconds = (3 if "late share" in faults else 1000) * self._plan.stall
-        advances = "stuck" not in faults and "stalled share" not in faults
+        advances = not {"stuck", "stalled share", QUIET} & set(faults)
         self._waited = 0.0
-        alone = {"slow", "endless", "stuck"} & set(faults) and not {"late share", "stalled share"} & set(faults)
+        alone = {"slow", "endless", "stuck", QUIET} & set(faults) and not {"late share", "stalled share"} & set(faults)
         may_ask = not math.isinf(self._plan.late) and not alone
         ticker: Task | None = None
         word = Word.NONE

@@ -10,8 +10,8 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, RESTORE_ERRORS, SILENCE, SPREAD
-from tests.simulation.plans import FORGOTTEN, HARMLESS, SHARES, Fault, Plan, random_plan, smaller
-from tests.simulation.processes import ASKS_EVERY, FINAL, SUBJECT, InterruptError, Process, Record, report
+from tests.simulation.plans import FORGOTTEN, HARMLESS, QUIET, SHARES, Fault, Plan, random_plan, smaller
+from tests.simulation.processes import ASKS_EVERY, FINAL, QUIET_PART, SUBJECT, InterruptError, Process, Record, report
 from tests.simulation.world import HEARTBEAT, World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
@@ -64,7 +64,10 @@ def suspects(plan: Plan) -> set[int]:
     harmful = _harmful(plan)
     named = {fault.process for fault in harmful if fault.kind != "silence"}
     if harmful or plan.total is not None:  # a slow process may miss the restore that follows, or reach the limit in all
-        named |= {fault.process for fault in plan.faults if fault.kind in (*HARMLESS, "pause")}
+        late = {*HARMLESS, "pause"}
+        if plan.total is None:  # a quiet process learns from its reports that the others have failed
+            late.remove(QUIET)
+        named |= {fault.process for fault in plan.faults if fault.kind in late}
     return named
 
 
@@ -81,8 +84,10 @@ def _harmful(plan: Plan) -> set[Fault]:
 
 
 def _paused(plan: Plan, restore: int) -> float:
-    """Returns for how many seconds processes are stopped in a restore, one after the other."""
-    return sum(fault.seconds for fault in plan.faults if (fault.kind, fault.restore) == ("pause", restore))
+    """Returns for how many seconds processes are stopped or quiet in a restore, one after the other."""
+    faults = [fault for fault in plan.faults if fault.restore == restore]
+    quiet = QUIET_PART * plan.stall if any(fault.kind == QUIET for fault in faults) else 0.0
+    return quiet + sum(fault.seconds for fault in faults if fault.kind == "pause")
 
 
 def _others_can_read(plan: Plan, fault: Fault) -> bool:
@@ -123,6 +128,8 @@ def _longest_wait(plan: Plan) -> float:
     if kinds and kinds <= _BROUGHT and math.isinf(plan.late):  # nobody is missing
         return plan.stall / 4 + _PROMPT + _FOR_EACH * plan.processes  # it looks every `stall` / 4
     grace = GRACE + SPREAD + _may_be_silent(plan) * SILENCE
+    # Who comes and leaves again shows that the others may still come.
+    grace += max((fault.seconds / 4 for fault in plan.faults if fault.kind == "interrupt arrival"), default=0.0)
     return plan.stall + grace + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
 
 
