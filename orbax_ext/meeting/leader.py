@@ -96,8 +96,9 @@ class Leader(Member):
 
     def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
         """Returns the processes that have announced that they will not arrive, with the reason."""
-        notes = by_process((yield from self.call(Read(self.keys.absences))))
-        return {process: str(note["why"]) for process, note in notes.items()}
+        notes = (yield from self.call(Read(self.keys.absences))).items()
+        absent = by_process({self.keys.absent(name): note for name, note in notes})
+        return {process: str(note["why"]) for process, note in absent.items()}
 
     def _open_session(self, arrivals: Arrivals) -> Steps:
         """Replies to each arrival with the id of the session; returns the outcome of the arrival.

@@ -90,7 +90,7 @@ class Member:
         self.place = place
         self.limits = limits
         self.nonce = nonce
-        self.keys = SubjectKeys(subject)
+        self.keys = SubjectKeys(subject, place.attempt)
         self.session: SessionKeys | None = None  # once process 0 has replied
         self.id = ""
         self.phase = "arrive"
@@ -145,7 +145,7 @@ class Member:
     def come(self, mine: Contribution) -> Steps:
         """Announces this process. What it left behind earlier goes first: others may be looking for an absence now."""
         yield from self.wake()
-        yield from self.call(Delete(self.keys.absence(self.place.process)))
+        yield from self.call(Delete(self.keys.absences_of(self.place.process)))
         process, payload = self.place.process, {**mine, "host": self.place.host}
         names = yield from self.call(Read(self.keys.arrivals_of(process), self.most))
         for nonce in sorted({name.partition("/")[0] for name in names}):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import jax
 import pytest
 
 from orbax_ext import errors
@@ -211,3 +212,25 @@ def test_work_that_is_cancelled_from_outside_ends_the_meeting_for_the_others() -
 def _swallow(function: Callable[[], None]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         function()
+
+
+def test_an_absence_counts_only_in_the_attempt_in_which_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SharedClient()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(runtime, "coordination_client", lambda: client)
+
+    def arrive(attempt: str) -> errors.RestoreError:
+        monkeypatch.setattr(jax, "process_index", lambda: 0)
+        with (
+            session_lib.attempting("restore", attempt),
+            pytest.raises(errors.RestoreError) as caught,
+            session_lib.open_session("restore", Limits(stall=0.5)) as session,
+        ):
+            session.arrive({})
+        return caught.value
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with session_lib.attempting("restore", "ID step 3"):
+        session_lib.tell_absent("restore", FileNotFoundError("no such step"))
+    assert "FileNotFoundError: no such step" in str(arrive("ID step 3"))
+    assert isinstance(arrive("ID step 2"), errors.RestoreTimeoutError)

@@ -138,9 +138,16 @@ MUTATIONS = (
     Mutation(
         "an absence that was not withdrawn stays",
         "protocol",
-        "yield from self.call(Delete(self.keys.absence(self.place.process)))",
+        "yield from self.call(Delete(self.keys.absences_of(self.place.process)))",
         "yield from ()",
         seed=68,
+    ),
+    Mutation(
+        "an absence that was announced in another attempt counts",
+        "leader",
+        "{self.keys.absent(name): note for",
+        '{name.partition("/")[0]: note for',
+        seed=27,
     ),
     Mutation(
         "a process takes part in the same meeting again",

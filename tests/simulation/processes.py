@@ -124,20 +124,20 @@ class Process:
             if "late" in faults:
                 yield self._sleep(self._plan.stall + faults["late"].seconds)
             if "absent" in faults or FORGOTTEN in faults:
-                yield from self._stay_away(withdraws=FORGOTTEN not in faults)
+                yield from self._stay_away(restore, withdraws=FORGOTTEN not in faults)
             elif "never" not in faults:
                 yield from self._restore(restore, faults)
             if "twice" in faults:
                 yield from self._restore(restore, {})
 
     def final(self) -> Program:
-        """Restores once, without a fault. A process whose absence still stands comes before the others look for it."""
-        if FORGOTTEN not in self._plan.kinds(self._number):
-            yield self._sleep(self._world.random.uniform(0, 0.5))
+        """Restores once, without a fault. The others look for a process whose absence still stands before it comes."""
+        forgot = FORGOTTEN in self._plan.kinds(self._number)
+        yield self._sleep(self._world.random.uniform(0, self._plan.stall / 2 if forgot else 0.5))
         yield from self._restore(FINAL, {})
 
-    def _stay_away(self, withdraws: bool) -> Program:
-        key = SubjectKeys(SUBJECT).absence(self._number)
+    def _stay_away(self, restore: int, withdraws: bool) -> Program:
+        key = SubjectKeys(SUBJECT, _attempt(restore)).absence(self._number)
         with contextlib.suppress(SilentServiceError, RuntimeError):
             yield from self.drive(_call(Put(key, {"why": "no such step"})), _after(60))
             yield self._sleep(3 * self._plan.stall + 10)
@@ -148,7 +148,7 @@ class Process:
         self._begin_faults(faults)
         self._sessions += 1
         nonce = f"{self._sessions:08d}-{self._number}-{self._world.random.randrange(10**9)}"
-        place = Place(self._number, self._plan.processes, f"host{self._number}")
+        place = Place(self._number, self._plan.processes, f"host{self._number}", _attempt(restore))
         role = Leader if self._number == LEADER else Follower
         limits = Limits(self._plan.stall, self._plan.total, self._plan.late)
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
@@ -366,6 +366,10 @@ class Process:
 def report(session: str, process: int) -> str:
     """Returns the report of a process in a session."""
     return f"report of process {process} in session {session}"
+
+
+def _attempt(restore: int) -> str:
+    return f"restore {restore}"
 
 
 def _after(seconds: float) -> Callable[[float], float]:

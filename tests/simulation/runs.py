@@ -273,10 +273,12 @@ def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
     lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
-    forgotten = {
-        SubjectKeys(SUBJECT).absence(p.host.number) for p in processes if FORGOTTEN in plan.kinds(p.host.number)
-    }
-    left = [key for key, _ in world.client.key_value_dir_get("") if key not in forgotten]
+    forgotten = tuple(
+        f"{SubjectKeys(SUBJECT).absences_of(p.host.number)}/"
+        for p in processes
+        if FORGOTTEN in plan.kinds(p.host.number)
+    )
+    left = [key for key, _ in world.client.key_value_dir_get("") if not key.startswith(forgotten)]
     if left and not lost and not _long_silence(plan):
         yield f"keys are left: {left}"
 
