@@ -116,11 +116,11 @@ MUTATIONS = (
     ),
     Mutation("a session has the nonce of another one", "leader", "self.enter(self.nonce)", 'self.enter("0")'),
     Mutation(
-        "an answer that is not there is used",
+        "a process at work does not look whether the restore has failed",
         "protocol",
-        "return value if stands is None else stands",
-        'return {**stands, "id": stands["id"]}',
-        seed=24,
+        "if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):",
+        "if False:",
+        seed=50,
     ),
     Mutation(
         "keys of earlier sessions stay",

@@ -117,6 +117,8 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
     yield from _check_total(plan, records)
+    yield from _check_work(plan, records)
+    yield from _check_later(plan, records)
     if not _may_be_silent(plan):  # also a process that was stopped gives the service the time to answer
         yield from (f"gives up a service that answers: {r}" for r in records if "does not answer" in str(r.error))
     yield from _check_messages(plan, processes)
@@ -156,6 +158,26 @@ def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
         # A process at work that hears nothing does not learn that the restore has ended.
         if record.seconds - record.reporting > plan.total + GRACE + SPREAD + _LOOK + slow and not deaf:
             yield f"takes {record.seconds:.1f} s of {plan.total:.1f} s: {record}"
+
+
+def _check_work(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """Who still works when a restore has ended learns it within seconds."""
+    if any(fault.kind in _DEAF for fault in plan.faults):
+        return
+    most = plan.stall / 4 + _PROMPT + _LOOK + _FOR_EACH * plan.processes + _slow(plan)
+    for session in {record.session for record in records if record.session}:
+        ended = [r for r in records if r.session == session and not plan.kinds(r.process) & _INTERRUPTS]
+        ends = [record.ended - record.reporting for record in ended]
+        if ends and max(ends) - min(ends) > most:
+            yield f"work goes on for {max(ends) - min(ends):.1f} s: {max(ended, key=lambda record: record.ended)}"
+
+
+def _check_later(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """After a failure of which all know at once, the restores without a fault do not fail."""
+    kinds = {fault.kind for fault in plan.faults}
+    if plan.total is None and plan.stall >= 4 and kinds <= {*_BROUGHT, "other tree", *HARMLESS}:
+        restores = {fault.restore for fault in plan.faults if fault.kind not in HARMLESS}
+        yield from (f"fails without a fault: {r}" for r in records if r.error and r.restore not in restores)
 
 
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
