@@ -248,8 +248,10 @@ class Member:
 
         Returns what there is to know about the next meeting. With `may_ask` that may be that this process is late.
         """
-        session = self.in_session()
+        session, before = self.in_session(), self.now
         yield from self.wake()
+        if (late := self.now - before - self.report_every) > _MOMENT:  # it was stopped between two reports
+            self._stood_still += late
         if self._working_on != (self.next, self.phase):
             self._working_on, self._began = (self.next, self.phase), self.now
         if self.now - self._reported >= 0.9 * self.report_every:  # ticks are not quite even
