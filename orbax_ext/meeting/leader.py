@@ -34,6 +34,7 @@ from orbax_ext.meeting.wire import Contribution
 
 PAUSES = (0.002, 0.25)  # seconds: first and longest pause between two looks at the contributions
 _PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
+_PART = 0.01  # of the time that it has waited already may the next pause be
 _LATE = 1.5  # times what the others needed, after they have come, is a process late
 _SILENT = 5  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
 _LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
@@ -68,7 +69,7 @@ class Leader(Member):
         return found
 
     def _await_arrivals(self) -> Generator[Action, Moment, Arrivals]:
-        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        pause, patience, began, looked = PAUSES[0], Patience(self), self.now, self.now
         patience.note(0)
         before: Collection[int] = ()
         while True:
@@ -92,7 +93,11 @@ class Leader(Member):
                 if patience.expired(self.limits.stall):
                     raise self.timeout(missing, absent)
             yield from self.call(Sleep(pause))
-            pause = min(self.longest_pause, pause * 1.5)
+            pause = self._longer(pause, began)
+
+    def _longer(self, pause: float, began: float) -> float:
+        """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
+        return min(PAUSES[1], max(self.longest_pause, _PART * (self.now - began)), pause * 1.5)
 
     def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
         """Returns the processes that have announced that they will not arrive, with the reason."""
@@ -171,7 +176,7 @@ class Leader(Member):
 
     def _gather(self, number: int) -> Contributions:
         """Waits for the contributions of all processes; publishes the status for the others."""
-        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        pause, patience, began, looked = PAUSES[0], Patience(self), self.now, self.now
         patience.note((0, self._advance))
         before: Collection[int] = ()
         while True:
@@ -192,7 +197,7 @@ class Leader(Member):
                 if patience.expired(stall):
                     raise self._gave_up(found, missing, failed)
             yield from self.call(Sleep(pause))
-            pause = min(self.longest_pause, pause * 1.5)
+            pause = self._longer(pause, began)
 
     def _brought(self, number: int) -> Contributions:
         """Returns the contributions so far; raises what a process that has left decided."""

@@ -174,26 +174,6 @@ MUTATIONS = (
         seed=9,
     ),
     Mutation(
-        "process 0 looks for arrivals without longer and longer pauses",
-        "leader",
-        """            pause = min(self.longest_pause, pause * 1.5)
-
-    def _absent""",
-        """
-    def _absent""",
-        seed=219,
-    ),
-    Mutation(
-        "process 0 looks at a meeting without longer and longer pauses",
-        "leader",
-        """            pause = min(self.longest_pause, pause * 1.5)
-
-    def _brought""",
-        """
-    def _brought""",
-        seed=432,
-    ),
-    Mutation(
         "a failure after the work was brought is found out only at the limit",
         "leader",
         """        take(found.get("out") or {})
@@ -260,6 +240,33 @@ SILENCE_WITHOUT_LIMIT = Mutation(
     "protocol",
     "return min(answered + member.limits.stall + grace, in_all)",
     "return answered + member.limits.stall + grace",
+)
+# Found where process 0 waits for long.
+LOOKS_TOO_OFTEN = (
+    Mutation(
+        "process 0 looks for arrivals without longer and longer pauses",
+        "leader",
+        """            pause = self._longer(pause, began)
+
+    def _longer""",
+        """
+    def _longer""",
+    ),
+    Mutation(
+        "process 0 looks at a meeting without longer and longer pauses",
+        "leader",
+        """            pause = self._longer(pause, began)
+
+    def _brought""",
+        """
+    def _brought""",
+    ),
+    Mutation(
+        "process 0 looks as often after minutes as after a second",
+        "leader",
+        "max(self.longest_pause, _PART * (self.now - began))",
+        "self.longest_pause",
+    ),
 )
 
 

@@ -152,8 +152,6 @@ class Process:
         role = Leader if self._number == LEADER else Follower
         limits = Limits(self._plan.stall, self._plan.total, self._plan.late)
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
-        if isinstance(member, Leader):
-            member.longest_pause = 0.25  # fewer events
         self._tasks, self._payloads, self._reports = [], [], None
         self._overtime = self._overdue = self._waited = self._reporting = 0.0
         error: Exception | None = None

@@ -283,8 +283,10 @@ def _check_reports(plan: Plan, records: list[Record]) -> Iterator[str]:
 def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
     """Messages per process are bounded."""
     for process in processes:
-        attempts = len(process.records) + 1
+        attempts = max(1, len(process.records) + (not process.host.alive))  # it may have died in one
         most = attempts * ((36 + 6 * plan.stall) * (plan.meetings + 2) + 6 * plan.processes)
+        if process.host.number == LEADER:  # its pauses are a hundredth of the wait, and a message takes 0.02 s
+            most += attempts * (plan.meetings + 2) * (40 + 100 * math.log((2 + plan.stall + GRACE) / 3))
         if "crash" in plan.kinds(0):  # until JAX ends it, a process that is stuck goes on asking
             most += HEARTBEAT / ASKS_EVERY
         if process.host.calls > most:

@@ -60,6 +60,15 @@ def test_a_large_job_in_which_each_process_looks_less_often_ends_as_it_must(kind
     assert runs.run(plan).problems == ()
 
 
+def test_process_0_looks_less_often_when_it_waits_for_long() -> None:
+    kinds = ("never", "stuck")  # the others wait for the arrival, or at a meeting
+    same = [plans.Plan(1, 2, 1, 1, 300.0, None, (plans.Fault(kind, 1, 0, 1, 0.0),)) for kind in kinds]
+    assert [runs.run(plan).problems for plan in same] == [(), ()]
+    for mutation in mutations.LOOKS_TOO_OFTEN:
+        with mutations.applied(mutation):
+            assert any("messages" in str(runs.run(plan).problems) for plan in same)
+
+
 def test_without_a_defect_nothing_is_found() -> None:
     with mutations.applied(mutations.CONTROL):
         assert not list(runs.failing(range(150)))
