@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+import types
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_a_process_that_was_stopped_begins_to_wait_again(board: Board, monkeypat
     board.answered = before = time.monotonic() - 100
     assert board.last_answer() == before
     later = time.monotonic() + 2 * STOPPED
-    monkeypatch.setattr(board_lib.time, "monotonic", lambda: later)
+    monkeypatch.setattr(board_lib, "time", types.SimpleNamespace(monotonic=lambda: later))
     assert board.last_answer() == later
-    monkeypatch.setattr(board_lib.time, "monotonic", lambda: later + STOPPED / 2)
+    monkeypatch.setattr(board_lib, "time", types.SimpleNamespace(monotonic=lambda: later + STOPPED / 2))
     assert board.last_answer() == later

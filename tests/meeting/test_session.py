@@ -7,12 +7,15 @@ import contextlib
 import re
 import threading
 import time
+import types
 from collections.abc import Callable
 
 import jax
 import pytest
 
 from orbax_ext import errors
+from orbax_ext.meeting import board as board_lib
+from orbax_ext.meeting import driver, threads
 from orbax_ext.meeting import session as session_lib
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.protocol import ERROR
@@ -234,3 +237,21 @@ def test_an_absence_counts_only_in_the_attempt_in_which_it_was_announced(monkeyp
         session_lib.tell_absent("restore", FileNotFoundError("no such step"))
     assert "FileNotFoundError: no such step" in str(arrive("ID step 3"))
     assert isinstance(arrive("ID step 2"), errors.RestoreTimeoutError)
+
+
+def test_a_process_that_was_stopped_does_not_give_up_a_service_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, stopped = SharedClient(), [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], time=time.time, sleep=time.sleep)
+    for module in (board_lib, driver, session_lib, threads):
+        monkeypatch.setattr(module, "time", clock)
+
+    def run(process: int) -> dict[int, object]:
+        with Session(client, process, 2, "restore", Limits(stall=30.0)) as session:
+            session.arrive({})
+            if process == 0:
+                time.sleep(0.5)  # process 1 waits at the meeting
+                stopped[0] = 1000.0
+                time.sleep(1)  # it looks at its limits
+            return dict(session.meet("work", {"number": process}))
+
+    assert on_processes(2, run) == [{0: {"number": 0}, 1: {"number": 1}}] * 2
