@@ -93,11 +93,7 @@ class Leader(Member):
                 if patience.expired(self.limits.stall):
                     raise self.timeout(missing, absent)
             yield from self.call(Sleep(pause))
-            pause = self._longer(pause, began)
-
-    def _longer(self, pause: float, began: float) -> float:
-        """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
-        return min(PAUSES[1], max(self.longest_pause, _PART * (self.now - began)), pause * 1.5)
+            pause = _longer(pause, self.now - began, self.longest_pause)
 
     def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
         """Returns the processes that have announced that they will not arrive, with the reason."""
@@ -197,7 +193,7 @@ class Leader(Member):
                 if patience.expired(stall):
                     raise self._gave_up(found, missing, failed)
             yield from self.call(Sleep(pause))
-            pause = self._longer(pause, began)
+            pause = _longer(pause, self.now - began, self.longest_pause)
 
     def _brought(self, number: int) -> Contributions:
         """Returns the contributions so far; raises what a process that has left decided."""
@@ -213,13 +209,10 @@ class Leader(Member):
         if all(ONLY_WAITED in found[process] for process in failed):
             return self.timeout(missing, heard)
         # Not those that report: they wait for the one that has failed, compile or connect, and read no bytes meanwhile.
-        late = {p: f"no outcome yet, {heard.get(p, 'no report')}" for p in missing if not self._reports(p)}
+        since = self.now - _SILENT_LOOKS * self.look_every
+        silent = [p for p in missing if p not in self.heard or self.heard[p].reported < since]
+        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in silent}
         return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
-
-    def _reports(self, process: int) -> bool:
-        """Returns whether a process has published a report lately, with progress or without."""
-        heard = self.heard.get(process)
-        return heard is not None and self.now - heard.reported <= _SILENT_LOOKS * self.look_every
 
     def report(self, done: Callable[[], int], may_ask: bool = False) -> Generator[Action, Moment, Word]:
         """Publishes how far all are: the others may already be waiting, and the status lets them go on.
@@ -325,6 +318,11 @@ class Leader(Member):
     def _stamped(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a message with the time by the clock of process 0 and the last process to arrive."""
         return {**value, "last": self.last, "now": self.wall}
+
+
+def _longer(pause: float, waited: float, longest: float) -> float:
+    """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
+    return min(PAUSES[1], max(longest, _PART * waited), pause * 1.5)
 
 
 def _last(came: Mapping[int, float], before: Collection[int]) -> int:

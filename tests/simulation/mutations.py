@@ -184,8 +184,8 @@ MUTATIONS = (
     Mutation(
         "a process that reports but reads no bytes is named with one that has failed",
         "leader",
-        " for p in missing if not self._reports(p)}",
-        " for p in missing}",
+        "if p not in self.heard or self.heard[p].reported < since]",
+        "]",
         seed=286,
     ),
     # Shares that others read in place of a late process.
@@ -246,16 +246,16 @@ LOOKS_TOO_OFTEN = (
     Mutation(
         "process 0 looks for arrivals without longer and longer pauses",
         "leader",
-        """            pause = self._longer(pause, began)
+        """            pause = _longer(pause, self.now - began, self.longest_pause)
 
-    def _longer""",
+    def _absent""",
         """
-    def _longer""",
+    def _absent""",
     ),
     Mutation(
         "process 0 looks at a meeting without longer and longer pauses",
         "leader",
-        """            pause = self._longer(pause, began)
+        """            pause = _longer(pause, self.now - began, self.longest_pause)
 
     def _brought""",
         """
@@ -264,8 +264,8 @@ LOOKS_TOO_OFTEN = (
     Mutation(
         "process 0 looks as often after minutes as after a second",
         "leader",
-        "max(self.longest_pause, _PART * (self.now - began))",
-        "self.longest_pause",
+        "max(longest, _PART * waited)",
+        "longest",
     ),
 )
 
