@@ -15,7 +15,14 @@ import jax
 from absl import logging
 
 from orbax_ext import errors, text
-from orbax_ext.meeting.session import Limits, gather, last_answer, open_session, tell_absent, withdraw_absent
+from orbax_ext.meeting.session import (
+    Limits,
+    attempting,
+    last_answer,
+    open_session,
+    tell_absent,
+    withdraw_absent,
+)
 from orbax_ext.meeting.threads import within
 from orbax_ext.meeting.wire import MAX_ERROR, Contribution, failure_to_json, failures_from_json
 from orbax_ext.upstream.steps import COMMIT_FILE, steps_without_commit
@@ -62,13 +69,14 @@ def restore_latest_valid(
       RestoreError: No step could be restored; the message has the reason for each.
     """
     limits = Limits(stall_timeout, timeout)
-    agreed, unfinished = _agree_on_steps(manager, steps, limits)
+    agreed, unfinished, session = _agree_on_steps(manager, steps, limits)
     skipped: dict[int, str] = {}
     for step in agreed:
         if step in unfinished:
             reason = f"its commit file {COMMIT_FILE} is missing: the save of this step did not finish"
         else:
-            state, reason = _attempt(manager, step, args, restore_kwargs, limits)
+            with attempting("restore", f"{session} step {step}"):
+                state, reason = _attempt(manager, step, args, restore_kwargs, limits)
         if not reason:
             return ValidRestore(step, state, skipped)
         logging.warning("orbax_ext: skipping step %d: %s", step, reason)
@@ -80,8 +88,8 @@ def restore_latest_valid(
     raise errors.RestoreError(f"tried {tried} in {manager.directory} and could restore none:\n{lines}")
 
 
-def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -> tuple[list[int], set[int]]:
-    """Returns the steps to try and those of them without a commit file, as process 0 sees them.
+def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -> tuple[list[int], set[int], str]:
+    """Returns the steps to try and those of them without a commit file, as process 0 sees them, and the session's id.
 
     An error of one process is raised on all of them.
     """
@@ -92,11 +100,11 @@ def _agree_on_steps(manager: Any, steps: Sequence[int] | None, limits: Limits) -
         raise
     except Exception as error:
         mine = failure_to_json(error)
-    arrivals = gather(_SUBJECT, mine, limits)
-    hosts = {process: str(arrival["host"]) for process, arrival in arrivals.items()}
-    if failed := failures_from_json(arrivals, hosts, "list steps"):
-        raise errors.restore_failed(failed)
-    return list(arrivals[0]["steps"]), set(arrivals[0]["unfinished"])
+    with open_session(_SUBJECT, limits) as session:
+        arrivals = session.arrive(mine)
+        if failed := failures_from_json(arrivals, session.hosts, "list steps"):
+            raise errors.restore_failed(failed)
+    return list(arrivals[0]["steps"]), set(arrivals[0]["unfinished"]), session.id
 
 
 def _steps_here(manager: Any, steps: Sequence[int] | None) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,6 +31,20 @@ class Arrivals:
     def standing(self) -> dict[int, str]:
         """Returns the nonces of those who wait for a reply. An arrival with a reply belongs to an earlier session."""
         return {process: nonce for process, nonce in self.nonces.items() if (process, nonce) not in self.replies}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """The last report of a process."""
+
+    at: float  # when process 0 read the first report with this phase and these bytes
+    reported: float  # when process 0 read it
+    number: int  # of the report: grows also if the process does not advance
+    phase: str
+    done: int  # bytes
+
+    def told(self, now: float) -> str:
+        return f"last in phase {self.phase!r}, {self.done} bytes done, {now - self.at:.0f} s ago"
 
 
 def by_process(found: Mapping[str, Any]) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from orbax_ext.meeting.terms import MAX_VALUE
 
 CLOSE_LIMIT = 1.0  # seconds for a write that is under way: what it writes later, nobody would remove
+STOPPED = 1.0  # seconds: who waits looks several times a second, unless its process is stopped
 
 
 class Client(Protocol):
@@ -39,7 +40,7 @@ class Board:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.answered = time.monotonic()
+        self.answered = self._looked = time.monotonic()
         self._closed = False
         self._writing = threading.Lock()
 
@@ -48,6 +49,17 @@ class Board:
         self._closed = True
         if self._writing.acquire(timeout=CLOSE_LIMIT):
             self._writing.release()
+
+    def last_answer(self) -> float:
+        """Returns when the service last answered. Who waits for an answer looks here several times a second.
+
+        If nobody looked for longer, this process was stopped and could hear no answer: the wait begins again.
+        """
+        now = time.monotonic()
+        if now - self._looked > STOPPED:
+            self.answered = now
+        self._looked = now
+        return self.answered
 
     def put(self, key: str, value: Mapping[str, Any], most: int = MAX_VALUE, *, once: bool = False) -> bool:
         """Sets a key; raises `ValueError` if the value is longer than `most` characters as JSON.

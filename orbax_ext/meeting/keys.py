@@ -13,11 +13,12 @@ PREFIX = "orbax_ext"
 class SubjectKeys:
     """The keys by which the processes find each other, before they have a session."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, attempt: str = "") -> None:
         self._home = f"{PREFIX}/{parse.quote(subject, safe=' ')}"  # a slash would put a subject inside of another one
         self.arrivals = f"{self._home}/arrive"
         self.status = f"{self._home}/status"
         self.absences = f"{self._home}/absent"
+        self._attempt = parse.quote(attempt, safe=" ") or "-"
         self.sessions = f"{self._home}/session"
 
     def arrivals_of(self, process: int) -> str:
@@ -33,8 +34,17 @@ class SubjectKeys:
     def reply(self, process: int, nonce: str) -> str:
         return f"{self.arrival(process, nonce)}/reply"
 
-    def absence(self, process: int) -> str:
+    def absences_of(self, process: int) -> str:
         return f"{self.absences}/{process}"
+
+    def absence(self, process: int) -> str:
+        """A process will not come in this attempt. The attempt keeps a forgotten or late one away from a later one."""
+        return f"{self.absences_of(process)}/{self._attempt}"
+
+    def absent(self, name: str) -> str:
+        """Returns the process in the rest of the key of an absence in this attempt; "" for those in others."""
+        process, _, attempt = name.partition("/")
+        return process if attempt == self._attempt else ""
 
 
 class SessionKeys:

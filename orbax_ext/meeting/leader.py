@@ -13,7 +13,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
-from orbax_ext.meeting.arrivals import CAME, Arrivals, by_process, contributions, missing_from
+from orbax_ext.meeting.arrivals import CAME, Arrivals, Heard, by_process, contributions, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -34,21 +34,11 @@ from orbax_ext.meeting.wire import Contribution
 
 PAUSES = (0.002, 0.25)  # seconds: first and longest pause between two looks at the contributions
 _PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
+_PART = 0.01  # of the time that it has waited already may the next pause be
 _LATE = 1.5  # times what the others needed, after they have come, is a process late
 _SILENT = 5  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
 _LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
-
-
-@dataclasses.dataclass(frozen=True)
-class Heard:
-    """The last report of a process: its phase, bytes done, and when process 0 read the report."""
-
-    phase: str
-    done: int
-    at: float
-
-    def told(self, now: float) -> str:
-        return f"last in phase {self.phase!r}, {self.done} bytes done, {now - self.at:.0f} s ago"
+_SILENT_LOOKS = 2  # looks without a report: then such a process is named too, as it may be dead or stopped
 
 
 class Leader(Member):
@@ -79,7 +69,7 @@ class Leader(Member):
         return found
 
     def _await_arrivals(self) -> Generator[Action, Moment, Arrivals]:
-        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        pause, patience, began, looked = PAUSES[0], Patience(self), self.now, self.now
         patience.note(0)
         before: Collection[int] = ()
         while True:
@@ -103,12 +93,13 @@ class Leader(Member):
                 if patience.expired(self.limits.stall):
                     raise self.timeout(missing, absent)
             yield from self.call(Sleep(pause))
-            pause = min(self.longest_pause, pause * 1.5)
+            pause = _longer(pause, self.now - began, self.longest_pause)
 
     def _absent(self) -> Generator[Action, Moment, dict[int, str]]:
         """Returns the processes that have announced that they will not arrive, with the reason."""
-        notes = by_process((yield from self.call(Read(self.keys.absences))))
-        return {process: str(note["why"]) for process, note in notes.items()}
+        notes = (yield from self.call(Read(self.keys.absences))).items()
+        absent = by_process({self.keys.absent(name): note for name, note in notes})
+        return {process: str(note["why"]) for process, note in absent.items()}
 
     def _open_session(self, arrivals: Arrivals) -> Steps:
         """Replies to each arrival with the id of the session; returns the outcome of the arrival.
@@ -181,7 +172,7 @@ class Leader(Member):
 
     def _gather(self, number: int) -> Contributions:
         """Waits for the contributions of all processes; publishes the status for the others."""
-        pause, patience, looked = PAUSES[0], Patience(self), self.now
+        pause, patience, began, looked = PAUSES[0], Patience(self), self.now, self.now
         patience.note((0, self._advance))
         before: Collection[int] = ()
         while True:
@@ -202,7 +193,7 @@ class Leader(Member):
                 if patience.expired(stall):
                     raise self._gave_up(found, missing, failed)
             yield from self.call(Sleep(pause))
-            pause = min(self.longest_pause, pause * 1.5)
+            pause = _longer(pause, self.now - began, self.longest_pause)
 
     def _brought(self, number: int) -> Contributions:
         """Returns the contributions so far; raises what a process that has left decided."""
@@ -217,7 +208,10 @@ class Leader(Member):
         heard = {process: news.told(self.now) for process, news in self.heard.items()}
         if all(ONLY_WAITED in found[process] for process in failed):
             return self.timeout(missing, heard)
-        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in missing}
+        # Not those that report: they wait for the one that has failed, compile or connect, and read no bytes meanwhile.
+        since = self.now - _SILENT_LOOKS * self.look_every
+        silent = [p for p in missing if p not in self.heard or self.heard[p].reported < since]
+        late = {process: f"no outcome yet, {heard.get(process, 'no report')}" for process in silent}
         return errors.restore_failed(failed | {process: self.failure(process, late[process]) for process in late})
 
     def report(self, done: Callable[[], int], may_ask: bool = False) -> Generator[Action, Moment, Word]:
@@ -306,9 +300,10 @@ class Leader(Member):
     def _listen(self) -> Steps:
         """Reads the progress that the processes have published."""
         for process, report in by_process((yield from self.call(Read(self.in_session().reports)))).items():
-            before = self.heard.get(process)
-            if before is None or (before.phase, before.done) != (report["phase"], report["done"]):
-                self.heard[process] = Heard(report["phase"], report["done"], self.now)
+            before, news = self.heard.get(process), Heard(self.now, self.now, **report)
+            if before is None or before.number != news.number:
+                at = before.at if before and (before.phase, before.done) == (news.phase, news.done) else self.now
+                self.heard[process] = dataclasses.replace(news, at=at)
 
     def _publish_status(self, key: str, missing: list[int], patience: Patience | None = None) -> Steps:
         """Publishes the missing processes, and a number that grows as long as any process advances."""
@@ -324,6 +319,11 @@ class Leader(Member):
     def _stamped(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a message with the time by the clock of process 0 and the last process to arrive."""
         return {**value, "last": self.last, "now": self.wall}
+
+
+def _longer(pause: float, waited: float, longest: float) -> float:
+    """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
+    return min(PAUSES[1], max(longest, _PART * waited), pause * 1.5)
 
 
 def _last(came: Mapping[int, float], before: Collection[int]) -> int:

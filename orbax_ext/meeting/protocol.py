@@ -43,7 +43,6 @@ RESTORE_ERRORS = (errors.RestoreFailedError, errors.RestoreTimeoutError)  # thos
 _MOMENT = 1.0  # seconds: a call that takes longer shows that this process or the service stood still
 _MESSAGE = 0.1  # seconds that a message of process 0 usually takes at most
 
-
 Contributions: TypeAlias = Generator[Action, Moment, dict[int, Contribution]]
 
 
@@ -90,7 +89,7 @@ class Member:
         self.place = place
         self.limits = limits
         self.nonce = nonce
-        self.keys = SubjectKeys(subject)
+        self.keys = SubjectKeys(subject, place.attempt)
         self.session: SessionKeys | None = None  # once process 0 has replied
         self.id = ""
         self.phase = "arrive"
@@ -99,19 +98,17 @@ class Member:
         self.late = 0  # how many processes were late, this one included, when it was asked to come
         self.next = 0  # the meeting that this process is at, or will go to next; 0 is the arrival
         self.now = self._started = now
-        self._stood_still = 0.0
         self.deadline = math.inf if limits.total is None else now + limits.total
-        self.wall = 0.0
+        self.wall = self._stood_still = 0.0
         # With many processes each one looks less often, so that the load on the service stays the same.
         self.look_every = min(10.0, max(2.0, place.processes / 100), max(limits.stall / 4, 0.5))
         self.most = MAX_VALUE * place.processes  # characters of an outcome
         self.seen: Mapping[int, str] = {}  # the nonces of those who had arrived when this process looked last
         self._hosts_met = hosts_met
         self.unanswered = False  # the service has stopped answering this process
-        self._arriving = False
-        self._left = False
+        self._arriving = self._left = False
         self._looked = self._began = now
-        self._reported = -math.inf
+        self._reported, self._reports_made = -math.inf, 0
         self._working_on: tuple[int, str] | None = None
         self.report_every = max(1.0, place.processes / 200)  # seconds
 
@@ -120,7 +117,7 @@ class Member:
         moment: Moment = yield action
         late = moment.now - self.now - getattr(action, "seconds", 0.0)
         if late > _MOMENT:
-            self._stood_still += late
+            self._stood_still += late - _MOMENT  # so that waiting comes to an end if all calls take long
         self.now, self.wall = moment.now, moment.wall
         return moment.answer
 
@@ -146,7 +143,7 @@ class Member:
     def come(self, mine: Contribution) -> Steps:
         """Announces this process. What it left behind earlier goes first: others may be looking for an absence now."""
         yield from self.wake()
-        yield from self.call(Delete(self.keys.absence(self.place.process)))
+        yield from self.call(Delete(self.keys.absences_of(self.place.process)))
         process, payload = self.place.process, {**mine, "host": self.place.host}
         names = yield from self.call(Read(self.keys.arrivals_of(process), self.most))
         for nonce in sorted({name.partition("/")[0] for name in names}):
@@ -171,8 +168,8 @@ class Member:
             yield from self.tell_waiting(reply)
         return stands
 
-    def tell_waiting(self, reply: Mapping[str, Any]) -> Steps:
-        """Replies to all who wait in `arrive`, and takes back the arrival of this process.
+    def tell_waiting(self, reply: Mapping[str, Any]) -> Generator[Action, Moment, list[int]]:
+        """Replies to all who wait in `arrive`, and takes back the arrival of this process. Returns who has no session.
 
         The arrival goes after the replies: until then nobody may call this process missing. Process 0 may have come
         and seen the arrival before it went, so it is told as well. A process that has come since this one looked may be
@@ -181,8 +178,10 @@ class Member:
         me, before = self.place.process, self.seen
         standing = (yield from self.arrivals()).standing()
         told = {other: nonce for other, nonce in standing.items() if other != me and before.get(other) == nonce}
+        outside = []
         for other, nonce in told.items():
-            yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))
+            if (yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))):
+                outside.append(other)
             yield from self.beat()
         yield from self.call(Delete(self.keys.arrived(me, self.nonce)))
         now = yield from self.arrivals()
@@ -194,6 +193,7 @@ class Member:
             # Not a reply of process 0, which would take this process for one that has entered its session.
             if now.nonces.get(other) != nonce and ERROR in now.replies.get((other, nonce), {}):
                 yield from self.call(Delete(self.keys.reply(other, nonce)))
+        return outside
 
     def beat(self) -> Steps:
         """Shows those who wait that this process is still at it. Only process 0 is waited for."""
@@ -233,6 +233,9 @@ class Member:
         decided = yield from self.call(Put(session.outcome(number), value, self.most, once=True))
         if not decided and error is not None:  # it may have succeeded without this process's knowledge
             yield from self.call(Put(session.outcome(number + 1), value, self.most, once=True))
+        if decided and number == 0 and self.place.process == LEADER:  # it may not have replied to all
+            for _ in (yield from self.tell_waiting(value)):
+                yield from self.call(Count(session.gone))
         if self._arriving:
             yield from self.end_arrival()
         if (yield from self.call(Count(session.gone))) == self.place.processes:
@@ -243,13 +246,17 @@ class Member:
 
         Returns what there is to know about the next meeting. With `may_ask` that may be that this process is late.
         """
-        session = self.in_session()
+        session, before = self.in_session(), self.now
         yield from self.wake()
+        if (late := self.now - before - self.report_every) > _MOMENT:  # it was stopped between two reports
+            self._stood_still += late
         if self._working_on != (self.next, self.phase):
             self._working_on, self._began = (self.next, self.phase), self.now
         if self.now - self._reported >= 0.9 * self.report_every:  # ticks are not quite even
             self._reported = self.now
-            yield from self.call(Put(session.report(self.place.process), {"phase": self.phase, "done": done()}))
+            self._reports_made += 1
+            news = {"phase": self.phase, "done": done(), "number": self._reports_made}
+            yield from self.call(Put(session.report(self.place.process), news))
         if self.now - self._looked > self.look_every:
             self._looked = self.now
             if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):

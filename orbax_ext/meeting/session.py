@@ -27,7 +27,7 @@ from absl import logging
 from orbax_ext import errors
 from orbax_ext.meeting.actions import Steps
 from orbax_ext.meeting.board import Board, Client, LocalClient
-from orbax_ext.meeting.driver import run
+from orbax_ext.meeting.driver import run, with_service
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import PREFIX, SubjectKeys
 from orbax_ext.meeting.leader import Leader
@@ -53,6 +53,7 @@ Waited = Callable[[str, float, int | None], None]  # phase of a meeting, seconds
 
 _sessions = itertools.count()  # of this process
 _hosts_met: dict[int, str] = {}  # of earlier sessions, to name a process that does not arrive at a later one
+_attempts: dict[str, str] = {}  # what the processes have agreed to try just now, by subject
 _under_way: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
 
 
@@ -66,6 +67,7 @@ class Session:
         one session of a subject at a time.
       limits: How long to wait.
       done: Returns how far this process is, in bytes; the others wait as long as it grows.
+      attempt: What the processes have agreed to try; what `tell_absent` announced in another attempt does not count.
       waited: Called after every meeting with its phase, the seconds this process waited and the last to arrive.
     """
 
@@ -78,8 +80,9 @@ class Session:
         limits: Limits,
         done: Callable[[], int] = lambda: 0,
         waited: Waited | None = None,
+        attempt: str = "",
     ) -> None:
-        place = Place(process, processes, socket.gethostname())
+        place = Place(process, processes, socket.gethostname(), attempt)
         role = Leader if process == LEADER else Follower
         self._member = role(place, subject, limits, _new_nonce(), time.monotonic(), _hosts_met)
         self._board = Board(client)
@@ -221,7 +224,7 @@ class Session:
         Not a meeting: no process waits for process 0, and process 0 goes on without processes that send nothing.
         """
         return watched(
-            lambda: run(self._member.hand_in(mine), self._board), lambda: self._board.answered + HAND_IN_LIMIT
+            lambda: run(self._member.hand_in(mine), self._board), lambda: self._board.last_answer() + HAND_IN_LIMIT
         )
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -230,7 +233,7 @@ class Session:
         board = Board(self._board.client)
         board.answered = self._board.answered  # do not wait again for a service that does not answer
         try:
-            watched(lambda: run(self._member.leave(error), board), lambda: board.answered + LEAVE_LIMIT)
+            watched(lambda: run(self._member.leave(error), board), lambda: board.last_answer() + LEAVE_LIMIT)
         except Exception as problem:
             logging.warning("orbax_ext: could not remove the keys of a meeting: %s", redact(repr(problem)))
 
@@ -242,7 +245,7 @@ class Session:
             if _abandoned(self):
                 self.leave(_interrupted())
                 return 0.0
-            return silent_at(self._member, self._board.answered)
+            return silent_at(self._member, self._board.last_answer())
 
         try:
             return watched(lambda: run(steps, self._board), deadline)
@@ -302,7 +305,8 @@ def open_session(
         _under_way.discard(session)
         session.leave(_interrupted())
     client = runtime.coordination_client() if jax.process_count() > 1 else LocalClient()
-    return Session(client, jax.process_index(), jax.process_count(), subject, limits, done, waited)
+    place = jax.process_index(), jax.process_count()
+    return Session(client, *place, subject, limits, done, waited, _attempts.get(subject, ""))
 
 
 def last_answer() -> float:
@@ -316,23 +320,30 @@ def gather(subject: str, mine: Contribution, limits: Limits) -> dict[int, Contri
         return session.arrive(mine)
 
 
+@contextlib.contextmanager
+def attempting(subject: str, attempt: str) -> Iterator[None]:
+    """Sets what the processes have agreed to try in sessions of a subject. Attempts of all processes have one name."""
+    _attempts[subject] = attempt
+    try:
+        yield
+    finally:
+        _attempts.pop(subject, None)
+
+
 def tell_absent(subject: str, error: BaseException) -> None:
-    """Announces to those who wait in `arrive` that this process will not arrive at the next session of that subject."""
-    key = SubjectKeys(subject).absence(jax.process_index())
-    _with_service(lambda board: board.put(key, {"why": failure_to_json(error)["error"]}))
+    """Announces to those who wait in `arrive` that this process will not arrive at a session of that subject.
+
+    That holds for what is `attempting` now, or until `withdraw_absent`.
+    """
+    key = _absence(subject)
+    with_service(lambda board: board.put(key, {"why": failure_to_json(error)["error"]}))
 
 
 def withdraw_absent(subject: str) -> None:
     """Withdraws what `tell_absent` announced, after that session has ended, in whatever way."""
-    key = SubjectKeys(subject).absence(jax.process_index())
-    _with_service(lambda board: board.delete(key))
+    key = _absence(subject)
+    with_service(lambda board: board.delete(key))
 
 
-def _with_service(call: Callable[[Board], object]) -> None:
-    """Makes one call to the service; goes on without it if that fails: the error of the restore matters more."""
-    if jax.process_count() > 1:
-        board = Board(runtime.coordination_client())
-        try:
-            watched(lambda: call(board), lambda: board.answered + LEAVE_LIMIT)
-        except Exception as problem:
-            logging.warning("orbax_ext: the coordination service does not answer: %s", redact(repr(problem)))
+def _absence(subject: str) -> str:
+    return SubjectKeys(subject, _attempts.get(subject, "")).absence(jax.process_index())

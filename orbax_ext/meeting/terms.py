@@ -37,11 +37,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Who a process is: its index, the number of processes, and its host."""
+    """Who a process is: its index, the number of processes, its host, and what it takes part in.
+
+    `attempt` is what the processes have agreed to try. An absence that was announced in another attempt does not count.
+    """
 
     process: int
     processes: int
     host: str
+    attempt: str = ""
 
 
 class Word(enum.Enum):

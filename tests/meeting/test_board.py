@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import time
+import types
 
 import pytest
 
-from orbax_ext.meeting.board import Board, ClosedError, LocalClient
+from orbax_ext.meeting import board as board_lib
+from orbax_ext.meeting.board import STOPPED, Board, ClosedError, LocalClient
 from orbax_ext.meeting.terms import MAX_VALUE
 from tests.support.coordination import SharedClient
 
@@ -119,3 +121,13 @@ def test_only_an_answer_of_the_service_moves_the_time_of_the_last_answer() -> No
     assert board.answered == before
     board.get("home/0")
     assert board.answered > before
+
+
+def test_a_process_that_was_stopped_begins_to_wait_again(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    board.answered = before = time.monotonic() - 100
+    assert board.last_answer() == before
+    later = time.monotonic() + 2 * STOPPED
+    monkeypatch.setattr(board_lib, "time", types.SimpleNamespace(monotonic=lambda: later))
+    assert board.last_answer() == later
+    monkeypatch.setattr(board_lib, "time", types.SimpleNamespace(monotonic=lambda: later + STOPPED / 2))
+    assert board.last_answer() == later

@@ -7,11 +7,15 @@ import contextlib
 import re
 import threading
 import time
+import types
 from collections.abc import Callable
 
+import jax
 import pytest
 
 from orbax_ext import errors
+from orbax_ext.meeting import board as board_lib
+from orbax_ext.meeting import driver, threads
 from orbax_ext.meeting import session as session_lib
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.protocol import ERROR, TOOK
@@ -72,6 +76,26 @@ def test_a_process_that_never_reports_is_named_beside_the_one_that_failed() -> N
     assert isinstance(first, errors.RestoreFailedError)
     assert first.failures[0].error == first.failures[1].error == "OSError: disk gone"
     assert first.failures[2].error == "no outcome yet, no report"
+
+
+def test_a_process_that_reports_without_progress_is_not_named_beside_the_one_that_failed() -> None:
+    client = SharedClient()
+
+    async def do(process: int) -> None:
+        if process == 1:
+            raise OSError("disk gone")
+        if process == 2:  # it waits for process 1, and is cancelled when that has failed
+            await asyncio.Event().wait()
+
+    def run(process: int) -> None:
+        with Session(client, process, 3, "restore", Limits(stall=30.0)) as session:
+            session.arrive({})
+            asyncio.run(session.together("work", do(process)))
+
+    ended = on_processes(3, run)
+    for error in ended:
+        assert isinstance(error, errors.RestoreFailedError)
+        assert list(error.failures) == [1]
 
 
 def test_process_0_ends_its_wait_when_another_has_given_up_and_says_so() -> None:
@@ -216,3 +240,43 @@ def test_late_processes_are_asked_again_when_fewer_are_late() -> None:
     assert on_processes(4, run) == [None] * 4
     assert set(asked[2]) == {2}
     assert asked[1][-1] == 1
+
+
+def test_an_absence_counts_only_in_the_attempt_in_which_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SharedClient()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(runtime, "coordination_client", lambda: client)
+
+    def arrive(attempt: str) -> errors.RestoreError:
+        monkeypatch.setattr(jax, "process_index", lambda: 0)
+        with (
+            session_lib.attempting("restore", attempt),
+            pytest.raises(errors.RestoreError) as caught,
+            session_lib.open_session("restore", Limits(stall=0.5)) as session,
+        ):
+            session.arrive({})
+        return caught.value
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with session_lib.attempting("restore", "ID step 3"):
+        session_lib.tell_absent("restore", FileNotFoundError("no such step"))
+    assert "FileNotFoundError: no such step" in str(arrive("ID step 3"))
+    assert isinstance(arrive("ID step 2"), errors.RestoreTimeoutError)
+
+
+def test_a_process_that_was_stopped_does_not_give_up_a_service_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, stopped = SharedClient(), [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], time=time.time, sleep=time.sleep)
+    for module in (board_lib, driver, session_lib, threads):
+        monkeypatch.setattr(module, "time", clock)
+
+    def run(process: int) -> dict[int, object]:
+        with Session(client, process, 2, "restore", Limits(stall=30.0)) as session:
+            session.arrive({})
+            if process == 0:
+                time.sleep(0.5)  # process 1 waits at the meeting
+                stopped[0] = 1000.0
+                time.sleep(1)  # it looks at its limits
+            return dict(session.meet("work", {"number": process}))
+
+    assert on_processes(2, run) == [{0: {"number": 0}, 1: {"number": 1}}] * 2

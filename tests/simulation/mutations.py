@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "those who wait are not told that a process has given up",
         "protocol",
-        "for other, nonce in told.items():\n            yield",
-        "for other, nonce in ():\n            yield",
+        "if (yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))):",
+        "if False:",
         seed=9,
     ),
     Mutation(
@@ -116,11 +116,11 @@ MUTATIONS = (
     ),
     Mutation("a session has the nonce of another one", "leader", "self.enter(self.nonce)", 'self.enter("0")'),
     Mutation(
-        "an answer that is not there is used",
+        "a process at work does not look whether the restore has failed",
         "protocol",
-        "return value if stands is None else stands",
-        'return {**stands, "id": stands["id"]}',
-        seed=24,
+        "if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):",
+        "if False:",
+        seed=50,
     ),
     Mutation(
         "keys of earlier sessions stay",
@@ -138,9 +138,16 @@ MUTATIONS = (
     Mutation(
         "an absence that was not withdrawn stays",
         "protocol",
-        "yield from self.call(Delete(self.keys.absence(self.place.process)))",
+        "yield from self.call(Delete(self.keys.absences_of(self.place.process)))",
         "yield from ()",
         seed=68,
+    ),
+    Mutation(
+        "an absence that was announced in another attempt counts",
+        "leader",
+        "{self.keys.absent(name): note for",
+        '{name.partition("/")[0]: note for',
+        seed=27,
     ),
     Mutation(
         "a process takes part in the same meeting again",
@@ -167,32 +174,19 @@ MUTATIONS = (
         seed=9,
     ),
     Mutation(
-        "process 0 looks for arrivals without longer and longer pauses",
-        "leader",
-        """            pause = min(self.longest_pause, pause * 1.5)
-
-    def _absent""",
-        """
-    def _absent""",
-        seed=219,
-    ),
-    Mutation(
-        "process 0 looks at a meeting without longer and longer pauses",
-        "leader",
-        """            pause = min(self.longest_pause, pause * 1.5)
-
-    def _brought""",
-        """
-    def _brought""",
-        seed=432,
-    ),
-    Mutation(
         "a failure after the work was brought is found out only at the limit",
         "leader",
         """        take(found.get("out") or {})
 """,
         "",
         seed=106,
+    ),
+    Mutation(
+        "a process that reports but reads no bytes is named with one that has failed",
+        "leader",
+        "if p not in self.heard or self.heard[p].reported < since]",
+        "]",
+        seed=286,
     ),
     # Shares that others read in place of a late process.
     Mutation(
@@ -222,13 +216,19 @@ MUTATIONS = (
 # None, to see that a protocol that is loaded in this way works.
 CONTROL = Mutation("nothing", "protocol", "LEAVE_LIMIT = 5.0", "LEAVE_LIMIT = 5.0")
 
-# Too few seeds find these three: one needs a process that leaves within a few milliseconds, one that dies right
-# after a meeting and little patience, and one a long silence.
+# Too few seeds find these four: one needs a process that leaves within a few milliseconds, one that leaves while it
+# replies, one that dies right after a meeting and little patience, and one a long silence.
 UNNOTICED_DEPARTURE = Mutation(
     "a process that leaves as a meeting ends does not end the one after it",
     "protocol",
     "yield from self.call(Put(session.outcome(number + 1), value, self.most, once=True))",
     "yield from ()",
+)
+SOME_WITHOUT_REPLY = Mutation(
+    "process 0 leaves before it has replied to all",
+    "protocol",
+    "if decided and number == 0 and self.place.process == LEADER:",
+    "if False:",
 )
 LONG_WAIT_FOR_REPORTS = Mutation(
     "process 0 waits for reports longer than the others wait for it at the next restore",
@@ -241,6 +241,33 @@ SILENCE_WITHOUT_LIMIT = Mutation(
     "protocol",
     "return min(answered + member.limits.stall + grace, in_all)",
     "return answered + member.limits.stall + grace",
+)
+# Found where process 0 waits for long.
+LOOKS_TOO_OFTEN = (
+    Mutation(
+        "process 0 looks for arrivals without longer and longer pauses",
+        "leader",
+        """            pause = _longer(pause, self.now - began, self.longest_pause)
+
+    def _absent""",
+        """
+    def _absent""",
+    ),
+    Mutation(
+        "process 0 looks at a meeting without longer and longer pauses",
+        "leader",
+        """            pause = _longer(pause, self.now - began, self.longest_pause)
+
+    def _brought""",
+        """
+    def _brought""",
+    ),
+    Mutation(
+        "process 0 looks as often after minutes as after a second",
+        "leader",
+        "max(longest, _PART * waited)",
+        "longest",
+    ),
 )
 
 

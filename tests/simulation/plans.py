@@ -32,8 +32,9 @@ SHARES = (
     "stalled share",  # would work for hours and does not advance; comes when it is asked to
     "failed share",  # comes at once without its work
 )
+QUIET = "quiet"  # works for most of the limit without any progress, as one that compiles
 FORGOTTEN = "forgotten absence"  # as "absent", but does not withdraw what it announced
-HARMLESS = ("slow", "slow calls", *SHARES)  # faults that no process may notice
+HARMLESS = ("slow", "slow calls", QUIET, *SHARES)  # faults that no process may notice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,8 @@ def random_plan(seed: int) -> Plan:
     choice = random.Random(f"plan {seed}")
     processes = choice.choices([2, 3, 4, 5, 8, 16, 64], [20, 30, 20, 15, 10, 4, 1])[0]
     restores, meetings, stall = choice.randint(1, 3), choice.randint(0, 3), choice.choice([2.0, 4.0, 8.0])
+    longer, patient = _random_patience(seed, processes, restores, meetings)
+    stall = longer or stall
     total = choice.choice([None, None, max(4.0, stall * choice.choice([choice.uniform(0.5, 2), choice.uniform(2, 6)]))])
     kinds = KINDS if total is not None else [kind for kind in KINDS if kind != "endless"]
     faults = tuple(
@@ -89,7 +92,7 @@ def random_plan(seed: int) -> Plan:
         for _ in range(choice.choice([0, 1, 1, 1, 2, 2, 3]))
     )
     late, more = _random_shares(seed, processes, restores, meetings)
-    faults = (*faults, *more, *_random_absence(seed, processes, restores))
+    faults = (*faults, *more, *_random_absence(seed, processes, restores), *patient)
     return Plan(seed, processes, restores, meetings, stall, total, faults, late)
 
 
@@ -111,6 +114,16 @@ def _random_absence(seed: int, processes: int, restores: int) -> tuple[Fault, ..
     if choice.random() < 0.95:
         return ()
     return (Fault(FORGOTTEN, choice.randrange(processes), choice.randrange(restores), 0, 0.0),)
+
+
+def _random_patience(seed: int, processes: int, restores: int, meetings: int) -> tuple[float, tuple[Fault, ...]]:
+    """Returns a longer limit, faults that no process may notice then, and perhaps an error; none for most seeds."""
+    choice = random.Random(f"patience {seed}")
+    if not meetings or choice.random() < 0.92:
+        return 0.0, ()
+    stall, restore, meeting = 30.0, choice.randrange(restores), choice.randint(1, meetings)
+    kinds = [choice.choice([QUIET, QUIET, "slow calls"]), *choice.choice([(), ("error",), ("error",), (QUIET,)])]
+    return stall, tuple(Fault(kind, choice.randrange(processes), restore, meeting, stall) for kind in kinds)
 
 
 def _random_fault(

@@ -15,18 +15,19 @@ from typing import Any, TypeAlias
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Delete, Put, Steps
-from orbax_ext.meeting.board import CLOSE_LIMIT
+from orbax_ext.meeting.board import CLOSE_LIMIT, STOPPED
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
 from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
-from tests.simulation.plans import FORGOTTEN, Fault, Plan
+from tests.simulation.plans import FORGOTTEN, QUIET, Fault, Plan
 from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
 FINAL = 1000  # the number of the restore that follows when all faults are over
+QUIET_PART = 0.7  # of the limit that a quiet process works
 ASKS_EVERY = 0.25  # seconds between two looks of a process at work whether it is late
 _CHECK = 0.5  # seconds between two checks whether the service still answers
 
@@ -60,6 +61,8 @@ class Record:
     overtime: float  # the longest wait at a meeting after any process advanced last
     overdue: float  # the longest wait at a meeting after the limit in all
     waited: float  # the last wait at a meeting; 0 if it ended at work
+    began: float  # when the process came
+    ended: float  # when it returned or failed; it had not left by then
     seconds: float  # that the restore took
     payloads: tuple[Any, ...]  # what the processes brought to each meeting
     reports: Mapping[int, str] | None  # of all processes, on process 0; None if it did not come to that
@@ -121,20 +124,20 @@ class Process:
             if "late" in faults:
                 yield self._sleep(self._plan.stall + faults["late"].seconds)
             if "absent" in faults or FORGOTTEN in faults:
-                yield from self._stay_away(withdraws=FORGOTTEN not in faults)
+                yield from self._stay_away(restore, withdraws=FORGOTTEN not in faults)
             elif "never" not in faults:
                 yield from self._restore(restore, faults)
             if "twice" in faults:
                 yield from self._restore(restore, {})
 
     def final(self) -> Program:
-        """Restores once, without a fault. A process whose absence still stands comes before the others look for it."""
-        if FORGOTTEN not in self._plan.kinds(self._number):
-            yield self._sleep(self._world.random.uniform(0, 0.5))
+        """Restores once, without a fault. The others look for a process whose absence still stands before it comes."""
+        forgot = FORGOTTEN in self._plan.kinds(self._number)
+        yield self._sleep(self._world.random.uniform(0, self._plan.stall / 2 if forgot else 0.5))
         yield from self._restore(FINAL, {})
 
-    def _stay_away(self, withdraws: bool) -> Program:
-        key = SubjectKeys(SUBJECT).absence(self._number)
+    def _stay_away(self, restore: int, withdraws: bool) -> Program:
+        key = SubjectKeys(SUBJECT, _attempt(restore)).absence(self._number)
         with contextlib.suppress(SilentServiceError, RuntimeError):
             yield from self.drive(_call(Put(key, {"why": "no such step"})), _after(60))
             yield self._sleep(3 * self._plan.stall + 10)
@@ -145,12 +148,10 @@ class Process:
         self._begin_faults(faults)
         self._sessions += 1
         nonce = f"{self._sessions:08d}-{self._number}-{self._world.random.randrange(10**9)}"
-        place = Place(self._number, self._plan.processes, f"host{self._number}")
+        place = Place(self._number, self._plan.processes, f"host{self._number}", _attempt(restore))
         role = Leader if self._number == LEADER else Follower
         limits = Limits(self._plan.stall, self._plan.total, self._plan.late)
         member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
-        if isinstance(member, Leader):
-            member.longest_pause = 0.25  # fewer events
         self._tasks, self._payloads, self._reports = [], [], None
         self._overtime = self._overdue = self._waited = self._reporting = 0.0
         error: Exception | None = None
@@ -160,6 +161,7 @@ class Process:
         except Exception as raised:
             error = raised
             self._expect(raised)
+        ended = self._world.now
         answered = max((task.answered for task in self._tasks), default=self._world.now)
         for task in self._tasks:
             task.abandoned = True
@@ -181,6 +183,8 @@ class Process:
             self._overtime,
             self._overdue,
             self._waited,
+            began,
+            ended,
             self._world.now - began,
             tuple(self._payloads),
             self._reports,
@@ -233,11 +237,13 @@ class Process:
         seconds = self._world.random.uniform(0, self._plan.stall * 0.4)
         if {"slow", "endless", "stuck"} & set(faults):
             seconds = (1000 if {"endless", "stuck"} & set(faults) else 3) * self._plan.stall
+        elif QUIET in faults:
+            seconds = QUIET_PART * self._plan.stall
         elif "late share" in faults or "stalled share" in faults:
             seconds = (3 if "late share" in faults else 1000) * self._plan.stall
-        advances = "stuck" not in faults and "stalled share" not in faults
+        advances = not {"stuck", "stalled share", QUIET} & set(faults)
         self._waited = 0.0
-        alone = {"slow", "endless", "stuck"} & set(faults) and not {"late share", "stalled share"} & set(faults)
+        alone = {"slow", "endless", "stuck", QUIET} & set(faults) and not {"late share", "stalled share"} & set(faults)
         may_ask = not math.isinf(self._plan.late) and not alone
         ticker: Task | None = None
         word = Word.NONE
@@ -293,7 +299,7 @@ class Process:
         """
 
         def wait(resume: Callable[[Any], None]) -> None:
-            ended = False
+            ended, looked = False, self._world.now
 
             def end(result: Any) -> None:
                 nonlocal ended
@@ -302,6 +308,10 @@ class Process:
                     resume(result)
 
             def check() -> None:
+                nonlocal looked
+                if self._world.now - looked > _CHECK + STOPPED:  # as in `Board.last_answer`
+                    task.answered = self._world.now
+                looked = self._world.now
                 if not ended and self.host.clock > given_up(task.answered + self.host.ahead):
                     end(SilentServiceError())
                 elif not ended:
@@ -354,6 +364,10 @@ class Process:
 def report(session: str, process: int) -> str:
     """Returns the report of a process in a session."""
     return f"report of process {process} in session {session}"
+
+
+def _attempt(restore: int) -> str:
+    return f"restore {restore}"
 
 
 def _after(seconds: float) -> Callable[[float], float]:

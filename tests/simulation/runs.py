@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from orbax_ext import errors
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, RESTORE_ERRORS, SILENCE, SPREAD
-from tests.simulation.plans import FORGOTTEN, HARMLESS, SHARES, Fault, Plan, random_plan, smaller
-from tests.simulation.processes import ASKS_EVERY, FINAL, SUBJECT, Process, Record, report
+from tests.simulation.plans import FORGOTTEN, HARMLESS, QUIET, SHARES, Fault, Plan, random_plan, smaller
+from tests.simulation.processes import ASKS_EVERY, FINAL, QUIET_PART, SUBJECT, InterruptError, Process, Record, report
 from tests.simulation.world import HEARTBEAT, World
 
 _LONGEST = 100_000.0  # seconds of virtual time after which a run counts as hanging
 _LOOK = 4.0  # seconds until a process looks whether the restore has ended, and has removed its keys
 _MARGIN = 4.0  # seconds for messages and looks; 20,000 seeds need at most 2.6
 _PROMPT = 3.0  # seconds and a look until all know of a failure; 20,000 seeds need at most 1.8
+_MOMENT = 1.0  # seconds until process 0 has seen who comes
+_UNHEARD = 3.0  # seconds between two reports of a process that advances, and until process 0 reads them
 _FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
 _BROUGHT = {"error", "interrupt", "interrupt meeting"}  # such a failure is at the next meeting at once
 _INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
-_NOT_TOLD = {"crash", "pause", "lost", *_INTERRUPTS}  # such a process may end with another error
+_NOT_TOLD = {"crash", "lost", *_INTERRUPTS}  # such a process may end with another error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +64,30 @@ def suspects(plan: Plan) -> set[int]:
     harmful = _harmful(plan)
     named = {fault.process for fault in harmful if fault.kind != "silence"}
     if harmful or plan.total is not None:  # a slow process may miss the restore that follows, or reach the limit in all
-        named |= {fault.process for fault in plan.faults if fault.kind in HARMLESS}
+        late = {*HARMLESS, "pause"}
+        if plan.total is None:  # a quiet process learns from its reports that the others have failed
+            late.remove(QUIET)
+        named |= {fault.process for fault in plan.faults if fault.kind in late}
     return named
 
 
 def _harmful(plan: Plan) -> set[Fault]:
     """Returns the faults that can make a restore fail which has no limit in all."""
     harmful = {
-        f for f in plan.faults if f.kind not in HARMLESS and not (f.kind == "silence" and f.seconds < plan.stall)
+        f
+        for f in plan.faults
+        if f.kind not in HARMLESS
+        and not (f.kind == "silence" and f.seconds < plan.stall)
+        and not (f.kind == "pause" and _paused(plan, f.restore) <= plan.stall - _UNHEARD)
     }
     return harmful | {fault for fault in plan.faults if fault.kind in SHARES and not _others_can_read(plan, fault)}
+
+
+def _paused(plan: Plan, restore: int) -> float:
+    """Returns for how many seconds processes are stopped or quiet in a restore, one after the other."""
+    faults = [fault for fault in plan.faults if fault.restore == restore]
+    quiet = QUIET_PART * plan.stall if any(fault.kind == QUIET for fault in faults) else 0.0
+    return quiet + sum(fault.seconds for fault in faults if fault.kind == "pause")
 
 
 def _others_can_read(plan: Plan, fault: Fault) -> bool:
@@ -93,7 +109,7 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
         yield from (f"fails without a reason: {r}" for r in records if r.error and not _ran_out(plan, r, records))
     yield from _check_names(plan, records)
     yield from _check_sessions(plan, records)
-    yield from _check_healthy(plan, healthy)
+    yield from _check_healthy(plan, healthy, _left_behind(plan, records))
     yield from _check_payloads(records)
     yield from _check_reports(plan, records)
     limit = _longest_wait(plan)
@@ -101,6 +117,10 @@ def _check(plan: Plan, processes: list[Process]) -> Iterator[str]:
         f"waits {r.overtime:.1f} s: {r}" for r in records if r.overtime > limit and r.process not in suspects(plan)
     )
     yield from _check_total(plan, records)
+    yield from _check_work(plan, records)
+    yield from _check_later(plan, records)
+    if not _may_be_silent(plan):  # also a process that was stopped gives the service the time to answer
+        yield from (f"gives up a service that answers: {r}" for r in records if "does not answer" in str(r.error))
     yield from _check_messages(plan, processes)
 
 
@@ -109,8 +129,15 @@ def _longest_wait(plan: Plan) -> float:
     kinds = {fault.kind for fault in plan.faults}
     if kinds and kinds <= _BROUGHT and math.isinf(plan.late):  # nobody is missing
         return plan.stall / 4 + _PROMPT + _FOR_EACH * plan.processes  # it looks every `stall` / 4
-    silent = any(f.kind in ("silence", "lost") or (f.kind in ("pause", "crash") and not f.process) for f in plan.faults)
-    return plan.stall + GRACE + SPREAD + silent * SILENCE + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
+    grace = GRACE + SPREAD + _may_be_silent(plan) * SILENCE
+    # Who comes and leaves again shows that the others may still come.
+    grace += max((fault.seconds / 4 for fault in plan.faults if fault.kind == "interrupt arrival"), default=0.0)
+    return plan.stall + grace + _MARGIN + _FOR_EACH * plan.processes + _slow(plan)
+
+
+def _may_be_silent(plan: Plan) -> bool:
+    """Returns whether the service may leave a process without an answer."""
+    return any(f.kind in ("silence", "lost") or (f.kind in ("pause", "crash") and not f.process) for f in plan.faults)
 
 
 def _slow(plan: Plan) -> float:
@@ -133,10 +160,30 @@ def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
             yield f"takes {record.seconds:.1f} s of {plan.total:.1f} s: {record}"
 
 
+def _check_work(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """Who still works when a restore has ended learns it within seconds."""
+    if any(fault.kind in _DEAF for fault in plan.faults):
+        return
+    most = plan.stall / 4 + _PROMPT + _LOOK + _FOR_EACH * plan.processes + _slow(plan)
+    for session in {record.session for record in records if record.session}:
+        ended = [r for r in records if r.session == session and not plan.kinds(r.process) & _INTERRUPTS]
+        ends = [record.ended - record.reporting for record in ended]
+        if ends and max(ends) - min(ends) > most:
+            yield f"work goes on for {max(ends) - min(ends):.1f} s: {max(ended, key=lambda record: record.ended)}"
+
+
+def _check_later(plan: Plan, records: list[Record]) -> Iterator[str]:
+    """After a failure of which all know at once, the restores without a fault do not fail."""
+    kinds = {fault.kind for fault in plan.faults}
+    if plan.total is None and plan.stall >= 4 and kinds <= {*_BROUGHT, "other tree", *HARMLESS}:
+        restores = {fault.restore for fault in plan.faults if fault.kind not in HARMLESS}
+        yield from (f"fails without a fault: {r}" for r in records if r.error and r.restore not in restores)
+
+
 def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
     """A culprit that exists is named, and nobody else."""
     guilty = suspects(plan)
-    comes_again = _left_early(plan) and "twice" in plan.kinds(0)  # to those who found nobody and are a restore behind
+    behind = _left_behind(plan, records)
     deaf = any(fault.kind in _DEAF for fault in plan.faults)
     for record in records:
         if isinstance(record.error, RESTORE_ERRORS) and not record.named:
@@ -148,9 +195,11 @@ def _check_names(plan: Plan, records: list[Record]) -> Iterator[str]:
             came = {r.process for r in _of_session(record, records) if r.waited > _LOOK}
             if not deaf and record.named & came - guilty:
                 yield f"names {sorted(record.named & came)}, who had come: {record}"
-        elif not record.named & guilty and not comes_again:
+        elif record.process in behind and not record.session:
+            continue  # those who were told have left
+        elif not record.named & guilty:
             yield f"does not name the culprit: {record}"
-        elif not record.named <= guilty and (record.session or not _left_early(plan)):  # those told first have left
+        elif not record.named <= guilty:
             yield f"names an innocent process: {record}"
 
 
@@ -181,10 +230,11 @@ def _check_sessions(plan: Plan, records: list[Record]) -> Iterator[str]:
             yield "ends differently: " + " | ".join(map(str, ended))
 
 
-def _check_healthy(plan: Plan, healthy: list[Process]) -> Iterator[str]:
+def _check_healthy(plan: Plan, healthy: list[Process], behind: Collection[int]) -> Iterator[str]:
     """Each restore ends in the same way on all processes without a fault, also where no session was opened."""
-    if _long_silence(plan) or _left_early(plan):
+    if _long_silence(plan):
         return
+    healthy = [process for process in healthy if process.host.number not in behind]
     # Without process 0, or if it is slow to reply, two that give up within the time of a message both decide, and their
     # seconds may differ.
     alone = {"never", "late", "absent", FORGOTTEN, "slow calls"} & plan.kinds(0)
@@ -233,8 +283,10 @@ def _check_reports(plan: Plan, records: list[Record]) -> Iterator[str]:
 def _check_messages(plan: Plan, processes: list[Process]) -> Iterator[str]:
     """Messages per process are bounded."""
     for process in processes:
-        attempts = len(process.records) + 1
+        attempts = max(1, len(process.records) + (not process.host.alive))  # it may have died in one
         most = attempts * ((36 + 6 * plan.stall) * (plan.meetings + 2) + 6 * plan.processes)
+        if process.host.number == LEADER:  # its pauses are a hundredth of the wait, and a message takes 0.02 s
+            most += attempts * (plan.meetings + 2) * (40 + 100 * math.log((2 + plan.stall + GRACE) / 3))
         if "crash" in plan.kinds(0):  # until JAX ends it, a process that is stuck goes on asking
             most += HEARTBEAT / ASKS_EVERY
         if process.host.calls > most:
@@ -245,11 +297,13 @@ def _check_keys(plan: Plan, world: World, processes: list[Process]) -> Iterator[
     """No key is left when all have gone, unless a process or a call was lost, or the service was silent for long."""
     lost = any(fault.kind in ("crash", "lost") for fault in plan.faults)
     lost = lost or any(process.left_keys for process in processes)  # a process that leaves waits 5 s for the service
-    forgotten = {
-        SubjectKeys(SUBJECT).absence(p.host.number) for p in processes if FORGOTTEN in plan.kinds(p.host.number)
-    }
-    left = [key for key, _ in world.client.key_value_dir_get("") if key not in forgotten]
-    if left and not lost and not _long_silence(plan) and not _left_early(plan):
+    forgotten = tuple(
+        f"{SubjectKeys(SUBJECT).absences_of(p.host.number)}/"
+        for p in processes
+        if FORGOTTEN in plan.kinds(p.host.number)
+    )
+    left = [key for key, _ in world.client.key_value_dir_get("") if not key.startswith(forgotten)]
+    if left and not lost and not _long_silence(plan):
         yield f"keys are left: {left}"
 
 
@@ -280,9 +334,19 @@ def _long_silence(plan: Plan) -> bool:
     return any(fault.kind in ("crash", "lost") or fault.seconds > longest for fault in silent)
 
 
-def _left_early(plan: Plan) -> bool:
-    """Whether process 0 tells all who wait that it was interrupted. Those who come a moment later find nobody."""
-    return "interrupt arrival" in plan.kinds(0)
+def _left_behind(plan: Plan, records: list[Record]) -> set[int]:
+    """Returns who came a moment after process 0 was interrupted while it waited, and told all who waited too.
+
+    They find nobody, and may be a restore behind the others from then on.
+    """
+    told = [r for r in records if not r.process and not r.session and isinstance(r.error, InterruptError)]
+    return {
+        late.process
+        for zero in told
+        for late in records
+        if late.restore == zero.restore
+        if late.began > zero.ended - _MOMENT - _slow(plan)
+    }
 
 
 def shrink(plan: Plan) -> Run:

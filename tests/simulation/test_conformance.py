@@ -163,6 +163,7 @@ FAULTS = {
     "twice": (plans.Fault("twice", 2, 0, 1, 1.0),),
     "absent": (plans.Fault("absent", 2, 0, 1, 1.0),),
     "interrupt": (plans.Fault("interrupt", 2, 0, 1, 1.0),),
+    "stuck": (plans.Fault("stuck", 2, 0, 1, 1.0),),
     "interrupt meeting": (plans.Fault("interrupt meeting", 2, 0, 1, 0.1),),
 }
 STALL = 1.5
@@ -213,7 +214,7 @@ def _restore(session: Session, fault: str, seconds: float) -> BaseException | No
     async def work() -> None:
         if fault == "error":
             raise OSError("disk gone")
-        await asyncio.sleep(0 if fault == "interrupt meeting" else seconds)
+        await asyncio.sleep({"interrupt meeting": 0.0, "stuck": 60.0}.get(fault, seconds))
 
     async def work_and_meet() -> None:
         if fault == "interrupt":
