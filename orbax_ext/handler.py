@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -15,23 +14,25 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import errors, options
 from orbax_ext import mesh as mesh_lib
+from orbax_ext import options
 from orbax_ext.meeting import arrival
-from orbax_ext.meeting.session import Limits, last_answer, open_session
-from orbax_ext.meeting.threads import Turn
+from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.meeting.threads import Turn, in_thread
 from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.plan.topology import describe, meshes_without
+from orbax_ext.redact import redact
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request, may_concern_all_processes
-from orbax_ext.storage import counters, s3
+from orbax_ext.storage import s3
+from orbax_ext.storage.checkpoint.digest_files import identity
 from orbax_ext.storage.connections import limit_silence_in
-from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
+from orbax_ext.storage.stall import OthersTurn, while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
 from orbax_ext.transfer.memory import memory_limit
@@ -44,7 +45,7 @@ from orbax_ext.upstream.array_handler import (
     array_handler_parameters,
     uses_pathways,
 )
-from orbax_ext.upstream.stored_arrays import places_of, with_request_concurrency
+from orbax_ext.upstream.stored_arrays import checkpoint_of, places_of, with_request_concurrency
 
 _turn = Turn()
 
@@ -97,6 +98,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             async with arrival.failing_together(self.limits, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
+                    if taking().held:
+                        taking().saved = await self._saved(infos)
                     request = await self._request(infos, args)
                 # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):
@@ -167,9 +170,20 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
 
     async def share(self, infos: Sequence[Any], args: Sequence[Any]) -> HeldBlocks:
         """Returns a place for what this process will read of these leaves, without a word with the other processes."""
-        request = await self._request(infos, args)
+        stall = self.options.stall_timeout
+        saved = await in_thread(identity, checkpoint_of(infos[0]), limit=stall)
+        stored_args = await while_storage_answers(stacked_restore.stored_args(self, infos, args), stall)
+        request = await self._request(infos, stored_args)
         plan = self._plan(request, memory_limit(self.options, request), Recorder())
-        return place_for(PlannedShare(self, request, plan), self.options.stall_timeout)
+        return place_for(PlannedShare(self, request, plan, saved), stall)
+
+    async def _saved(self, infos: Sequence[Any]) -> str | None:
+        """Returns what differs between two saves under the same name; None if that can't be found out."""
+        try:
+            return await in_thread(identity, checkpoint_of(infos[0]), limit=self.options.stall_timeout)
+        except Exception as error:  # then nothing is taken that was read ahead
+            logging.warning("orbax_ext: can't tell which save this is: %s", redact(repr(error)))
+            return None
 
     async def _request(self, infos: Sequence[Any], args: Sequence[Any]) -> Request:
         knobs = self.options
@@ -221,37 +235,17 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 async def one_at_a_time(limits: Limits) -> AsyncIterator[None]:
     """Lets the restores of one process take turns: two at once could meet another process's in the other order.
 
-    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `limits.stall` seconds and is in no
-    meeting with other processes, or does not end within `limits.total`.
+    Raises `RestoreTimeoutError` if the one whose turn it is does not advance; see `OthersTurn`.
     """
     loop = asyncio.get_running_loop()
-    progress, since = _progress(), time.monotonic()
-    began = since
+    others_turn = OthersTurn(limits, jax.process_index())
     while not _turn.take(loop):
         await asyncio.sleep(0.01)
-        if limits.total is not None and time.monotonic() - began > limits.total:
-            raise _not_its_turn(f"has not ended within {limits.total:g} s (timeout)")
-        if time.monotonic() - since > limits.stall:
-            if _progress() == progress:
-                raise _not_its_turn(f"has read nothing for {limits.stall:g} s (stall_timeout)")
-            progress, since = _progress(), time.monotonic()
+        others_turn.check()
     try:
         yield
     finally:
         _turn.give_back(loop)
-
-
-def _progress() -> tuple[int, float]:
-    """Returns what changes while a restore is healthy: it reads, or waits for others in a session, which has limits."""
-    return counters.bytes_read(), last_answer()
-
-
-def _not_its_turn(why: str) -> errors.RestoreTimeoutError:
-    message = (
-        f"another restore of this process {why}, and this one can't begin before it ends. Look for what it waits for "
-        "in the log of this process."
-    )
-    return errors.RestoreTimeoutError(message, [jax.process_index()], {})
 
 
 def _log_meshes(request: Request, options: Options) -> None:

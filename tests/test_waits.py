@@ -52,7 +52,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("meeting.board", "self._writing"): "only the thread that makes the call holds it; `close` waits with a limit",
     ("meeting.session", "await work"): _WORK,
     ("meeting.threads", "self._lock"): _LOCK,
-    ("placement.stacked_restore", "await restore_leaves(infos, stored_args)"): "the restore itself, step by step",
+    (
+        "placement.stacked_restore",
+        "await restore_leaves(infos, _stored_args_of(args, conversions))",
+    ): "the restore itself, step by step",
     ("placement.stacked_restore", "await array_metadata.read(handler, infos, shardings=False)"): _OWN,
     ("registration", "_lock"): _LOCK,
     ("report.recorder", "await work"): _WORK,

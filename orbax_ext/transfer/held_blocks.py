@@ -43,6 +43,7 @@ class PlannedShare:
     handler: type_handlers.ArrayHandler
     request: Request
     plan: RestorePlan
+    saved: str | None = None  # identifies the save, from before anything was read; None if that is not known
 
 
 @dataclasses.dataclass
@@ -114,9 +115,11 @@ class HeldBlocks:
         self.freeze()
         self._units, self._begun = [], 0
 
-    def is_for(self, request: Request, plan: RestorePlan) -> bool:
-        """Returns whether a restore asks for exactly this."""
+    def is_for(self, request: Request, plan: RestorePlan, saved: str | None) -> bool:
+        """Returns whether a restore asks for exactly this, of the same save."""
         share = self.share
+        if saved is None or saved != share.saved:
+            return False
         same = request.meshes == share.request.meshes and _places(request) == _places(share.request)
         return same and plan == share.plan
 
@@ -211,6 +214,7 @@ class Taking:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self.taken = 0  # restores that have found blocks
         self.recorder: Recorder | None = None  # of the restore, once it has begun
+        self.saved: str | None = None  # identifies the save that is restored now
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._cancelled = False
 
@@ -231,8 +235,10 @@ class Taking:
 
     def claim(self, request: Request, plan: RestorePlan) -> HeldBlocks:
         """Returns what is held for a restore, which may be nothing. Nothing more is read ahead for it."""
-        found = next((held for held in self.held if held.is_for(request, plan)), None)
+        found = next((held for held in self.held if held.is_for(request, plan, self.saved)), None)
         if found is None:
+            if len(self.held) == 1:  # what is read for it is not wanted
+                self.held[0].freeze()
             return HeldBlocks(None, ())
         found.freeze()
         self.taken += 1
