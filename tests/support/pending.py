@@ -280,8 +280,8 @@ def restore_in_background(path: str, way: str, context: str) -> Restored:
     """Restores with `exchange="background"`."""
     with states.in_context(context, MESH.make()), WAYS[way](path, exchange="background") as pending:
         compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+        wait(pending)
         state = pending.result()
-        assert pending.done()
         jax.block_until_ready(state)
     assert compiled is not None
     return Restored(differences(state), 0, 0, frozenset(), tuple(threads()))
