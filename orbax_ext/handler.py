@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -17,6 +18,7 @@ from orbax.checkpoint import type_handlers
 from orbax_ext import mesh as mesh_lib
 from orbax_ext import options
 from orbax_ext.meeting import arrival
+from orbax_ext.meeting.refusal import refuse
 from orbax_ext.meeting.session import Limits, open_session
 from orbax_ext.meeting.threads import Turn, in_thread
 from orbax_ext.options import Knobs, Options
@@ -78,7 +80,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
-        with taking().running():
+        # Where every process restores by itself, the others can't be told that this one was cancelled.
+        by_itself = jax.process_count() > 1 and not may_concern_all_processes(args)
+        with taking().running(settled=by_itself):
             return await self._deserialize(infos, args)
 
     def with_knobs(self, **knobs: Unpack[Knobs]) -> BroadcastArrayHandler:
@@ -110,6 +114,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
+            if jax.process_count() > 1:
+                taking().settle()
             with recorder.span("read"):
                 reading = self._read_alone(request, plan, recorder)
                 arrays = await while_bytes_arrive(reading, self.limits, jax.process_index(), "read")
@@ -129,6 +135,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
             asked = request.leaves, request.mesh_infos, self.options, limit, request.checkpoint
             agreed = await arrival.arrive(session, *asked)
+            taking().settle(functools.partial(refuse, session))
             if agreed < limit:
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
@@ -141,7 +148,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     # 5. Read. Group k+1 is read while group k travels.
                     # 6. Meet again for each exchange: what one process can't read, all know and others read. The group
                     # before may still travel.
-                    work = pipeline.read()
+                    work = taking().unless_cancelled(pipeline.read())
                     _, told = await session.together_telling(pipeline.phase, work, pipeline.progress, pipeline.ask)
                     if not pipeline.agree(told, session.hosts):
                         continue
@@ -153,6 +160,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                         await session.barrier("single_replica_pre_broadcast")
                     # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. It begins in its turn.
                     pipeline.start_exchange()
+                taking().settle()  # all have agreed that everything is there
                 # 8. Hand over exactly what was asked for, and report to process 0 where the time went.
                 arrays = pipeline.arrays()
             if self.options.verify:

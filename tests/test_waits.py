@@ -87,6 +87,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.again", "future.exception()"): _ENDED,
     ("transfer.again", "self._turn"): _WORK,
     ("transfer.compiling", "self._one_at_a_time"): _WORK,
+    ("transfer.held_blocks", "await work"): _WORK,
     ("transfer.own_reads", "done.exception()"): _ENDED,
     ("transfer.pipeline", "reads.share.exception()"): _ENDED,
     ("transfer.pipeline", "self._reads.share.exception()"): _ENDED,

@@ -95,7 +95,9 @@ class PendingRestore:
         """Gives the restore up, and what it holds; returns False if `result()` was called before.
 
         With `exchange="background"` it ends a restore under way on all processes: at once if they have met already, and
-        otherwise after `stall_timeout`, as if this process had never called restore.
+        otherwise after `stall_timeout`, as if this process had never called restore. Where the others may have restored
+        already, or each process restores by itself, this one ends its restore too, and keeps nothing of it: the others
+        would wait for it in Orbax's own barrier.
         """
         with self._lock:
             if self._begun:
