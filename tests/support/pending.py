@@ -149,11 +149,11 @@ def wait(pending: Any) -> int:
     return int(pending.progress().done)
 
 
-def threads() -> list[str]:
+def threads(seconds: float = 5.0) -> list[str]:
     """Returns the names of our threads that do not end within a few seconds."""
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("orbax_ext")]
     for thread in ours:
-        thread.join(5.0)
+        thread.join(seconds)
     return [thread.name for thread in ours if thread.is_alive()]
 
 
@@ -506,7 +506,7 @@ def cancel_at_the_end(path: str) -> list[str]:
         pending._stop()
         go_on.set()
         assert pending.cancel()
-        left = threads()
+        left = threads(PATIENCE / 2)
     return left if left else agree()
 
 
@@ -545,7 +545,7 @@ def cancel_on_one(path: str, where: str) -> list[str]:
             assert pending.cancel()
         with pytest.raises(BaseException, match=r"cancelled|CancelledError") as raised:
             pending.result()
-        left = threads()
+        left = threads(PATIENCE / 2)
         go_on.set()
     return [text_of(raised.value), *(left if left else agree())]
 
