@@ -31,8 +31,9 @@ from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.plan.forecast import notation
 from orbax_ext.plan.planner import digest
 from orbax_ext.registration import pytree_handler, restore_args
-from orbax_ext.storage import checkpoint, s3
+from orbax_ext.storage import checkpoint, counters, s3
 from orbax_ext.storage.checkpoint import LeafFacts, MappedSpecs, StoredTree
+from orbax_ext.storage.stall import while_answered
 from orbax_ext.upstream.runtime import coordination_client
 
 Path = str | os.PathLike[str]
@@ -93,15 +94,32 @@ def restore(
     """Restores what is stored at a path onto a mesh, without a description of it: for notebooks, evaluation, serving.
 
     Takes the arguments of `abstract` and the knobs of `BroadcastArrayHandler`. Nothing has to be registered. All
-    processes of the job must call it; without `jax.distributed` that is this process alone.
+    processes of the job must call it; without `jax.distributed` that is this process alone. If the mesh is not of all
+    processes, an error in reading arrays may be that of one process alone.
     """
     limits = Limits(knobs.get("stall_timeout", options.Options.stall_timeout), knobs.get("timeout"))
-    handler = pytree_handler(**knobs)
-    with s3.enabled_for(path), s3.waiting_within(limits), ocp.Checkpointer(handler) as checkpointer:
+    handler, waiting = pytree_handler(**knobs), _who_waits(mesh)
+    with (
+        s3.enabled_for(path),
+        s3.waiting_within(limits),
+        ocp.Checkpointer(handler, multiprocessing_options=waiting) as checkpointer,
+    ):
         tree = _read(path, step, item, limits, specs, dtype)
         target = _describe(tree, mesh, specs, dtype)
         args = ocp.args.PyTreeRestore(target, restore_args=restore_args(target))
         return checkpointer.restore(tree.path, args=args)
+
+
+def _who_waits(mesh: Mesh | None) -> ocp.options.MultiprocessingOptions:
+    """Returns which processes wait for each other after the restore, in a barrier of Orbax without a time limit.
+
+    Where a process restores by itself, it does not wait: the others would not come if they failed.
+    """
+    here = jax.process_index()
+    processes = {here} if not isinstance(mesh, Mesh) else {device.process_index for device in mesh.devices.flat}
+    if len(processes) == jax.process_count():
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
 
 
 # Reading: one process for all.
@@ -119,7 +137,7 @@ def _read(
     step = None if step is None else int(step)
 
     def read() -> StoredTree:
-        return checkpoint.read_tree(path, step, item)
+        return while_answered(lambda: checkpoint.read_tree(path, step, item), _requests, limits.stall)
 
     if jax.process_count() == 1:
         return read()
@@ -136,6 +154,10 @@ def _read(
         if failed := failures_from_json(session.meet(_PHASE, failure), session.hosts, _PHASE):
             raise errors.restore_failed(failed)
     return StoredTree.from_json(text)
+
+
+def _requests() -> int:
+    return counters.requests() + s3.s3_usage().metadata_requests
 
 
 def _short(argument: Any) -> str | None:

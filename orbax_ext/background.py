@@ -12,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import jax
 import orbax.checkpoint as ocp
 
 from orbax_ext import registration
 from orbax_ext.handler import BroadcastArrayHandler
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.storage import s3
 from orbax_ext.transfer.held_blocks import HeldBlocks
-from orbax_ext.transfer.host_reads import HostReads
+from orbax_ext.transfer.host_reads import HostReads, Source
 from orbax_ext.transfer.memory import host_memory_limit
 from orbax_ext.transfer.pending_restore import PendingRestore as PendingRestore
 from orbax_ext.transfer.pending_restore import ReadAheadRestore, Scope, WholeRestore
-from orbax_ext.upstream.array_requests import ItemRestore, items_of_restore
+from orbax_ext.upstream.array_requests import ItemRestore, items_of_restore, items_there, restores_all_items
 from orbax_ext.upstream.runtime import settings_of_thread
 
 Exchange = Literal["result", "background"]
@@ -55,7 +57,8 @@ def restore_async(
       checkpointer: A `CheckpointManager` or a `Checkpointer`. Its array handlers must not be those of a registry of its
         own without orbax_ext.
       step: The step; for a `Checkpointer`, the path. None: the manager's latest step at this moment.
-      args: The `args` of `checkpointer.restore`: `PyTreeRestore`, `StandardRestore`, or a `Composite` of items.
+      args: The `args` of `checkpointer.restore`: `PyTreeRestore`, `StandardRestore`, or a `Composite` of items. None:
+        everything, with the shardings that it was saved with.
       exchange: "result" or "background".
       host_memory_limit_bytes: Bytes that may be held in host memory before `result()`; by default what this process
         reads, or an eighth of the host's available memory if that is less.
@@ -72,13 +75,20 @@ def restore_async(
         place = checkpointer.directory
     else:
         place = step = os.fspath(step)
+    given = {} if args is None else {"args": args}
     items = items_of_restore(checkpointer, step, args)
     _require_registry(items)
+    handlers = [_handler_for(item.array_handler) for item in items]
+    sources: Iterable[Source] = map(_source, items, handlers)
+    if not items:
+        handlers = [_handler_for(ocp.type_handlers.get_type_handler(jax.Array))]
+    if restores_all_items(checkpointer, args):
+        sources = _sources_of_all(items_there(checkpointer, step), handlers[0])
 
     def restore() -> Any:
         if isinstance(checkpointer, ocp.StandardCheckpointer):  # its own `restore` takes no args
-            return super(ocp.StandardCheckpointer, checkpointer).restore(step, args=args)
-        return checkpointer.restore(step, args=args)
+            return super(ocp.StandardCheckpointer, checkpointer).restore(step, **given)
+        return checkpointer.restore(step, **given)
 
     whole = exchange == "background"
     with contextlib.ExitStack() as needed:
@@ -87,9 +97,10 @@ def restore_async(
             needed.enter_context(registration.kept_registered())
         return begin(
             restore,
-            [_source(item) for item in items],
+            sources,
             contextlib.nullcontext if whole else registration.kept_registered,
             needed,
+            lambda: handlers[0].limits,
             exchange=exchange,
             host_memory_limit_bytes=host_memory_limit_bytes,
         )
@@ -97,22 +108,24 @@ def restore_async(
 
 def begin(
     restore: Callable[[], Any],
-    sources: Sequence[Callable[[], HeldBlocks | None]],
+    sources: Iterable[Source],
     scope: Scope,
     needed: contextlib.ExitStack,
+    limits: Callable[[], Limits],
     *,
     exchange: Exchange,
     host_memory_limit_bytes: int | None,
 ) -> PendingRestore:
     """Begins a restore. `sources` find out what it reads. `scope` is entered around it, in the thread that restores.
 
+    `limits` returns those of waiting for another restore of this process.
     `needed` has been entered already. It is left when the restore has ended or was given up, in any thread.
     """
     if exchange == "background":
-        return PendingRestore(WholeRestore(restore, scope, needed.pop_all()))
+        return PendingRestore(WholeRestore(restore, scope, needed.pop_all(), limits))
     limit = host_memory_limit() if host_memory_limit_bytes is None else host_memory_limit_bytes
     reads = HostReads(sources, limit, settings_of_thread())
-    return PendingRestore(ReadAheadRestore(restore, scope, needed.pop_all(), reads))
+    return PendingRestore(ReadAheadRestore(restore, scope, needed.pop_all(), reads, limits))
 
 
 def _qualified(kind: type) -> str:
@@ -138,12 +151,22 @@ def _require_registry(items: Sequence[ItemRestore]) -> None:
             )
 
 
-def _source(item: ItemRestore) -> Callable[[], HeldBlocks | None]:
-    """Returns a function that finds out what an item's restore will read. It reads metadata."""
-    registered = item.array_handler  # now: the program may have left the block of `registered()` by then
-    handler = registration.serving_handler(registered) or registration.handler_in_place_of(registered)
+def _handler_for(registered: Any) -> BroadcastArrayHandler:
+    """Returns the handler that will restore. Called at once: later the program may have left `registered()`."""
+    return registration.serving_handler(registered) or registration.handler_in_place_of(registered)
 
+
+def _source(item: ItemRestore, handler: BroadcastArrayHandler) -> Source:
+    """Returns a function that finds out what an item's restore will read. It reads metadata."""
     return lambda: share_of(item, handler)
+
+
+def _sources_of_all(items: Iterable[ItemRestore], registered: BroadcastArrayHandler) -> Iterator[Source]:
+    """Yields the sources of items that have to be looked up in storage."""
+    for item in items:
+        handler = registration.serving_handler(item.array_handler) if item.has_own_registry else registered
+        if handler is not None:
+            yield _source(item, handler)
 
 
 def share_of(item: ItemRestore, handler: BroadcastArrayHandler) -> HeldBlocks | None:

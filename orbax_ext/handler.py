@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import time
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -15,23 +15,26 @@ from absl import logging
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import errors, options
 from orbax_ext import mesh as mesh_lib
+from orbax_ext import options
 from orbax_ext.meeting import arrival
-from orbax_ext.meeting.session import Limits, last_answer, open_session
-from orbax_ext.meeting.threads import Turn
+from orbax_ext.meeting.refusal import refuse
+from orbax_ext.meeting.session import Limits, open_session
+from orbax_ext.meeting.threads import Turn, in_thread
 from orbax_ext.options import Knobs, Options
 from orbax_ext.placement import stacked_restore
 from orbax_ext.plan import RestorePlan, anything_travels, choose_plan
 from orbax_ext.plan.memory import group_bytes
 from orbax_ext.plan.topology import describe, meshes_without
+from orbax_ext.redact import redact
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.report.tables import direct_reasons
 from orbax_ext.request import Request, make_request, may_concern_all_processes
-from orbax_ext.storage import counters, s3
+from orbax_ext.storage import s3
+from orbax_ext.storage.checkpoint.digest_files import identity
 from orbax_ext.storage.connections import limit_silence_in
-from orbax_ext.storage.stall import while_bytes_arrive, while_storage_answers
+from orbax_ext.storage.stall import OthersTurn, while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.garbage import collected_seldom
 from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
@@ -45,7 +48,7 @@ from orbax_ext.upstream.array_handler import (
     array_handler_parameters,
     uses_pathways,
 )
-from orbax_ext.upstream.stored_arrays import places_of, with_request_concurrency
+from orbax_ext.upstream.stored_arrays import checkpoint_of, places_of, with_request_concurrency
 
 _turn = Turn()
 
@@ -78,7 +81,9 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         if uses_pathways(self):
             return await super().deserialize(infos, args)
-        with taking().running():
+        # Where every process restores by itself, the others can't be told that this one was cancelled.
+        by_itself = jax.process_count() > 1 and not may_concern_all_processes(args)
+        with taking().running(settled=by_itself):
             return await self._deserialize(infos, args)
 
     def with_knobs(self, **knobs: Unpack[Knobs]) -> BroadcastArrayHandler:
@@ -102,6 +107,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             async with arrival.failing_together(self.limits, lambda: may_concern_all_processes(args)):
                 # 1. Request: the leaves asked for, as plain data.
                 with recorder.span("describe"):
+                    if taking().held:
+                        taking().saved = await self._saved(infos)
                     request = await self._request(infos, args)
                 # 2. Plan: who reads which box, and how it travels. It is the same on every process.
                 with recorder.span("plan"):
@@ -113,6 +120,8 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # Not `plan.groups`: that may depend on this process's memory, and all have to decide the same.
             if self._anything_travels(request) or request.concerns_all_processes:
                 return await self._single_replica_deserialize_and_broadcast(request, plan, limit, recorder)
+            if jax.process_count() > 1:
+                taking().settle()
             with recorder.span("read"):
                 reading = self._read_alone(request, plan, limit, recorder)
                 arrays = await while_bytes_arrive(reading, self.limits, jax.process_index(), "read")
@@ -132,6 +141,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             # 3. Meet: compare requests, and agree on the memory limit. Groups have to fit the smallest.
             asked = request.leaves, request.mesh_infos, self.options, limit, request.checkpoint
             agreed = await arrival.arrive(session, *asked)
+            taking().settle(functools.partial(refuse, session))
             if agreed < limit:
                 with recorder.span("plan"):
                     plan = self._plan(request, agreed, recorder)
@@ -144,7 +154,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                     # 5. Read. Group k+1 is read while group k travels.
                     # 6. Meet again for each exchange: what one process can't read, all know and others read. The group
                     # before may still travel.
-                    work = pipeline.read()
+                    work = taking().unless_cancelled(pipeline.read())
                     _, told = await session.together_telling(pipeline.phase, work, pipeline.progress, pipeline.ask)
                     if not pipeline.agree(told, session.hosts):
                         continue
@@ -156,6 +166,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                         await session.barrier("single_replica_pre_broadcast")
                     # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. It begins in its turn.
                     pipeline.start_exchange()
+                taking().settle()  # all have agreed that everything is there
                 # 8. Hand over exactly what was asked for, and report to process 0 where the time went.
                 arrays = pipeline.arrays()
             if self.options.verify:
@@ -175,9 +186,20 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
 
     async def share(self, infos: Sequence[Any], args: Sequence[Any]) -> HeldBlocks:
         """Returns a place for what this process will read of these leaves, without a word with the other processes."""
-        request = await self._request(infos, args)
+        stall = self.options.stall_timeout
+        saved = await in_thread(identity, checkpoint_of(infos[0]), limit=stall)
+        stored_args = await while_storage_answers(stacked_restore.stored_args(self, infos, args), stall)
+        request = await self._request(infos, stored_args)
         plan = self._plan(request, memory_limit(self.options, request), Recorder())
-        return place_for(PlannedShare(self, request, plan), self.options.stall_timeout)
+        return place_for(PlannedShare(self, request, plan, saved), stall)
+
+    async def _saved(self, infos: Sequence[Any]) -> str | None:
+        """Returns what differs between two saves under the same name; None if that can't be found out."""
+        try:
+            return await in_thread(identity, checkpoint_of(infos[0]), limit=self.options.stall_timeout)
+        except Exception as error:  # then nothing is taken that was read ahead
+            logging.warning("orbax_ext: can't tell which save this is: %s", redact(repr(error)))
+            return None
 
     async def _request(self, infos: Sequence[Any], args: Sequence[Any]) -> Request:
         making = make_request(self, self.with_limits(infos), args)
@@ -233,37 +255,17 @@ def _by_name(stock: Sequence[float | None], knobs: Mapping[str, Any]) -> dict[st
 async def one_at_a_time(limits: Limits) -> AsyncIterator[None]:
     """Lets the restores of one process take turns: two at once could meet another process's in the other order.
 
-    Raises `RestoreTimeoutError` if the one whose turn it is reads nothing for `limits.stall` seconds and is in no
-    meeting with other processes, or does not end within `limits.total`.
+    Raises `RestoreTimeoutError` if the one whose turn it is does not advance; see `OthersTurn`.
     """
     loop = asyncio.get_running_loop()
-    progress, since = _progress(), time.monotonic()
-    began = since
+    others_turn = OthersTurn(limits, jax.process_index())
     while not _turn.take(loop):
         await asyncio.sleep(0.01)
-        if limits.total is not None and time.monotonic() - began > limits.total:
-            raise _not_its_turn(f"has not ended within {limits.total:g} s (timeout)")
-        if time.monotonic() - since > limits.stall:
-            if _progress() == progress:
-                raise _not_its_turn(f"has read nothing for {limits.stall:g} s (stall_timeout)")
-            progress, since = _progress(), time.monotonic()
+        others_turn.check()
     try:
         yield
     finally:
         _turn.give_back(loop)
-
-
-def _progress() -> tuple[int, float]:
-    """Returns what changes while a restore is healthy: it reads, or waits for others in a session, which has limits."""
-    return counters.bytes_read(), last_answer()
-
-
-def _not_its_turn(why: str) -> errors.RestoreTimeoutError:
-    message = (
-        f"another restore of this process {why}, and this one can't begin before it ends. Look for what it waits for "
-        "in the log of this process."
-    )
-    return errors.RestoreTimeoutError(message, [jax.process_index()], {})
 
 
 def _log_meshes(request: Request, options: Options) -> None:

@@ -79,7 +79,7 @@ def load_async(
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
-        with v1_context_with(loading, _knobs_of(loading)):
+        with v1_context_with(loading, _knobs_of(loading)), s3.waiting_within(handler.limits):
             yield
 
     def describe() -> HeldBlocks | None:
@@ -96,6 +96,7 @@ def load_async(
             [describe],
             scope,
             needed,
+            lambda: handler.limits,
             exchange=exchange,
             host_memory_limit_bytes=host_memory_limit_bytes,
         )

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import pathlib
 import shutil
+import threading
 from typing import Any
 
 import jax
@@ -94,6 +95,15 @@ def test_the_abstract_tree_describes_every_kind_of_leaf(saved: pathlib.Path) -> 
     assert (tree["count"], tree["name"], tree["nothing"]) == (0, "", None)
     assert (tree["table"].shape, tree["table"].dtype, tree["table"].strides) == ((5,), np.arange(5).dtype, (0,))
     assert jax.tree.structure(tree) == jax.tree.structure(state())
+
+
+@pytest.mark.once
+def test_metadata_that_does_not_come_ends_it(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    come = threading.Event()
+    monkeypatch.setattr(checkpoint, "read_tree", lambda *given: come.wait(60))
+    with pytest.raises(TimeoutError, match=r"storage has not answered for 0\.3 s \(stall_timeout\)"):
+        orbax_ext.restore(saved, stall_timeout=0.3)
+    come.set()
 
 
 def test_without_a_mesh_all_is_on_the_first_device(saved: pathlib.Path) -> None:

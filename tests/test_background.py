@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_ext
-from orbax_ext.storage import counters
+from orbax_ext.storage import counters, s3
 from orbax_ext.transfer import boxes, pending_restore
 from tests.support import states
 
@@ -109,6 +110,112 @@ def test_what_could_not_be_read_ahead_does_not_count_as_done(
         pending = begin(manager)
         assert wait(pending) == 0
         assert_restored(pending.result())
+
+
+def test_what_fails_ahead_does_not_count_at_all(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = boxes.fetch
+
+    async def failing_ahead(*given: Any) -> Any:
+        if threading.current_thread().name.startswith("orbax_ext read"):
+            raise OSError("busy")
+        return await fetch(*given)
+
+    monkeypatch.setattr(boxes, "fetch", failing_ahead)
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        wait(pending)
+        assert (pending.progress().done, pending.progress().total) == (0, 0)
+        assert str(pending.exception()) == "busy"
+        assert_restored(pending.result())
+
+
+def test_the_error_in_reading_ahead_is_told_and_the_result_has_its_own(saved: pathlib.Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        pending = orbax_ext.restore_async(checkpointer, saved / "77", args=ocp.args.PyTreeRestore())
+        wait(pending)
+        assert isinstance(ahead := pending.exception(), FileNotFoundError)
+        with pytest.raises(FileNotFoundError, match="77") as raised:
+            pending.result()
+        assert pending.exception() is raised.value is not ahead
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_what_is_saved_meanwhile_under_the_same_name_is_restored_as_a_whole(
+    tmp_path: pathlib.Path, ocdbt: bool
+) -> None:
+    first = {name: leaf for name, leaf in state().items() if name in ("sharded", "on_one_device")}
+    second = jax.tree.map(lambda leaf: leaf + 1, first)
+    target = {name: leaf for name, leaf in abstract().items() if name in first}
+    args = ocp.args.PyTreeRestore(target, restore_args=orbax_ext.restore_args(target))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        checkpointer.save(tmp_path / "state", args=ocp.args.PyTreeSave(first))
+        pending = orbax_ext.restore_async(checkpointer, tmp_path / "state", args=args)
+        assert wait(pending) >= HELD
+        checkpointer.save(tmp_path / "state", args=ocp.args.PyTreeSave(second), force=True)
+        restored = pending.result()
+    assert [name for name, leaf in second.items() if states.bits(restored[name]) != states.bits(leaf)] == []
+
+
+@pytest.mark.parametrize("form", ["manager", "own_handler", "checkpointer", "standard_checkpointer", "composite"])
+def test_without_args_everything_is_read_ahead_too(saved: pathlib.Path, form: str) -> None:
+    made: dict[str, Any] = {
+        "manager": lambda: ocp.CheckpointManager(saved),
+        "own_handler": lambda: ocp.CheckpointManager(saved, item_handlers=orbax_ext.pytree_handler()),
+        "checkpointer": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
+        "standard_checkpointer": ocp.StandardCheckpointer,
+        "composite": lambda: ocp.Checkpointer(ocp.CompositeCheckpointHandler()),
+    }
+    place = {"composite": saved / "3"}.get(form, saved / "3" / "default")
+    with made[form]() as checkpointer:
+        step = 3 if isinstance(checkpointer, ocp.CheckpointManager) else place
+        pending = orbax_ext.restore_async(checkpointer, step)
+        assert wait(pending) >= 4 << 16
+        assert pending.exception() is None
+        before = counters.bytes_read()
+        restored = pending.result()
+        assert counters.bytes_read() - before < 64 << 10
+    restored = restored["default"] if form == "composite" else restored
+    assert states.bits(restored["sharded"]) == states.bits(state()["sharded"])
+
+
+@pytest.mark.once
+def test_stacked_leaves_are_read_ahead_as_they_are_stored(tmp_path: pathlib.Path) -> None:
+    sharding = NamedSharding(jax.make_mesh((1,), ("dp",)), P())
+    data = jnp.arange(1 << 16, dtype=jnp.float32)
+    target = {"w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "state", args=ocp.args.PyTreeSave({"w": jax.device_put(data[None], sharding)}))
+        args = ocp.args.PyTreeRestore(target, restore_args=orbax_ext.restore_args(target, stacked=True))
+        pending = orbax_ext.restore_async(checkpointer, tmp_path / "state", args=args)
+        assert wait(pending) >= data.nbytes
+        before = counters.bytes_read()
+        restored = pending.result()
+        assert counters.bytes_read() - before < data.nbytes // 2
+    assert restored["w"].shape == data.shape
+    assert states.bits(restored["w"]) == states.bits(data)
+
+
+@pytest.mark.parametrize("api", ["v0", "v1"])
+def test_on_s3_metadata_is_waited_for_as_long_as_the_result_may_take(
+    saved: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    deserialize, totals = orbax_ext.BroadcastArrayHandler.deserialize, []
+
+    async def noted(*given: Any) -> Any:
+        totals.append(s3._limits[-1].total)
+        return await deserialize(*given)
+
+    monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", noted)
+    with ocp.CheckpointManager(saved) as manager:
+        if api == "v0":
+            pending = begin(manager)
+        else:
+            getattr(ocp_v1, "save", ocp_v1.save_pytree)(tmp_path / "v1", {"sharded": state()["sharded"]})
+            pending = orbax_ext.v1.load_async(tmp_path / "v1", {"sharded": abstract()["sharded"]})
+        pending.result(timeout=50.0)
+    assert len(totals) == 1
+    assert totals[0] is not None
+    assert totals[0] <= 50.0
 
 
 @pytest.mark.parametrize("exchange", ["result", "background"])
@@ -292,6 +399,67 @@ def test_a_manager_of_another_kind_is_named_with_its_module() -> None:
 
     with pytest.raises(ValueError, match=r"takes a CheckpointManager .*; found a tests\.test_background\..*Manager\."):
         orbax_ext.restore_async(CheckpointManager(), 3)
+
+
+class Order:
+    """Notes which handlers restore, by their strategy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.strategies: list[str] = []
+        self._deserialize = orbax_ext.BroadcastArrayHandler.deserialize
+        monkeypatch.setattr(orbax_ext.BroadcastArrayHandler, "deserialize", lambda *given: self._note(*given))
+
+    async def _note(self, handler: Any, *given: Any) -> Any:
+        self.strategies.append(handler.options.strategy)
+        return await self._deserialize(handler, *given)
+
+
+def test_a_restore_in_the_background_comes_before_a_later_result(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two processes could restore in a different order."""
+    go_on, order = threading.Event(), Order(monkeypatch)
+    monkeypatch.setattr(pending_restore, "settings_of_thread", lambda: lambda: go_on.wait(60))
+    with ocp.CheckpointManager(saved) as manager:
+        pending = begin(manager)
+        with orbax_ext.registered(strategy="direct"):
+            background = begin(manager, exchange="background")
+        threading.Timer(1.0, go_on.set).start()
+        assert_restored(pending.result())
+        assert_restored(background.result())
+    assert order.strategies == ["direct", "auto"]
+
+
+@pytest.mark.parametrize("exchange", ["result", "background"])
+def test_a_restore_does_not_wait_for_ever_for_one_in_the_background(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    gate = Gate(monkeypatch)
+    with ocp.CheckpointManager(saved) as manager:
+        with orbax_ext.registered(stall_timeout=60.0):
+            first = begin(manager, exchange="background")
+        assert gate.reached.wait(60)
+        with orbax_ext.registered(stall_timeout=0.5):
+            second = begin(manager, exchange=exchange, host_memory_limit_bytes=0)
+            with pytest.raises(orbax_ext.RestoreTimeoutError, match=r"another restore .* read nothing for 0\.5 s"):
+                second.result()
+        gate.open.set()
+        assert_restored(first.result())
+
+
+def test_a_thread_that_can_not_start_leaves_nothing(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = registered_handler()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start new thread {thread.name}")
+
+    with ocp.CheckpointManager(saved) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="orbax_ext restore"):
+                begin(manager, exchange="background")
+        assert registered_handler() is stock
+        assert_restored(begin(manager, exchange="background").result())
 
 
 class Gate:

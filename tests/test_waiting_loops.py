@@ -61,9 +61,9 @@ LOOPS: dict[tuple[str, str, str], str] = {
     ("transfer.local_pipeline", "_finish_exchanges", "len(self._under_way) > left"): "each exchange has a limit",
     (
         "transfer.pending_restore",
-        "_run",
-        "not self._stopped and (not earlier.wait(timeout=_LOOK_EVERY))",
-    ): f"a restore {_ENDS}",
+        "_wait_for",
+        "not stopped() and (not one.wait(timeout=_LOOK_EVERY))",
+    ): "`OthersTurn`: stall_timeout after the last byte that was read",
     ("transfer.pending_restore", "finish", "True"): f"its argument `timeout`; without one, a restore {_ENDS}",
     ("transfer.read_ahead", "until_idle", "not self.idle"): _READS,
     ("transfer.reads", "_called", "True"): _READS,

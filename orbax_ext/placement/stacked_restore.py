@@ -64,14 +64,22 @@ async def restore(
     """
     async with failing_together(limits):  # the others wait for this process at the first meeting of the restore
         conversions = await while_storage_answers(_conversions(handler, infos, args), limits.stall)
-    stored_args = [conversions[index].args if index in conversions else arg for index, arg in enumerate(args)]
     try:
-        arrays = await restore_leaves(infos, stored_args)
+        arrays = await restore_leaves(infos, _stored_args_of(args, conversions))
     except Exception as error:
         if not isinstance(error, _NOT_ABOUT_SHAPES):
             await _add_advice(error, handler, infos, args)
         raise
     return [conversions[index].convert(array) if index in conversions else array for index, array in enumerate(arrays)]
+
+
+async def stored_args(handler: type_handlers.ArrayHandler, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
+    """Returns the restore args of the leaves as they are stored: those that `restore_leaves` is called with."""
+    return _stored_args_of(args, await _conversions(handler, infos, args))
+
+
+def _stored_args_of(args: Sequence[Any], conversions: Mapping[int, StackConversion]) -> Sequence[Any]:
+    return [conversions[index].args if index in conversions else arg for index, arg in enumerate(args)]
 
 
 async def _add_advice(

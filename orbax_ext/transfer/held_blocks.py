@@ -15,7 +15,8 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from orbax_ext.transfer.blocks import Block
 from orbax_ext.transfer.boxes import HostBlocks, ReadItem, UsedMemory, fetched_bytes
 from orbax_ext.transfer.executor import Executor
 
+T = TypeVar("T")
+
 _BATCH_BYTES = 64 << 20  # of leaves that are read directly: so many are read at a time
 
 Held = Mapping[int, HostBlocks]  # by index in the plan
@@ -43,6 +46,7 @@ class PlannedShare:
     handler: type_handlers.ArrayHandler
     request: Request
     plan: RestorePlan
+    saved: str | None = None  # identifies the save, from before anything was read; None if that is not known
 
 
 @dataclasses.dataclass
@@ -114,9 +118,11 @@ class HeldBlocks:
         self.freeze()
         self._units, self._begun = [], 0
 
-    def is_for(self, request: Request, plan: RestorePlan) -> bool:
-        """Returns whether a restore asks for exactly this."""
+    def is_for(self, request: Request, plan: RestorePlan, saved: str | None) -> bool:
+        """Returns whether a restore asks for exactly this, of the same save."""
         share = self.share
+        if saved is None or saved != share.saved:
+            return False
         same = request.meshes == share.request.meshes and _places(request) == _places(share.request)
         return same and plan == share.plan
 
@@ -211,8 +217,11 @@ class Taking:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self.taken = 0  # restores that have found blocks
         self.recorder: Recorder | None = None  # of the restore, once it has begun
+        self.saved: str | None = None  # identifies the save that is restored now
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._cancelled = False
+        self._may_end = True  # whether `cancel` may end the coroutine wherever it waits now
+        self._refuse: Callable[[], object] = _nobody_meets
 
     def left(self, timeout: float | None) -> float | None:
         """Returns the seconds that the restore may still take; at most `timeout`."""
@@ -231,33 +240,71 @@ class Taking:
 
     def claim(self, request: Request, plan: RestorePlan) -> HeldBlocks:
         """Returns what is held for a restore, which may be nothing. Nothing more is read ahead for it."""
-        found = next((held for held in self.held if held.is_for(request, plan)), None)
+        found = next((held for held in self.held if held.is_for(request, plan, self.saved)), None)
         if found is None:
+            if len(self.held) == 1:  # what is read for it is not wanted
+                self.held[0].freeze()
             return HeldBlocks(None, ())
         found.freeze()
         self.taken += 1
         return found
 
     def cancel(self) -> None:
-        """Ends the restore in another thread, if it has begun; otherwise lets it not begin."""
+        """Ends the restore in another thread, if it has begun; otherwise lets it not begin.
+
+        Where the other processes may already go on with this one, it goes on too: they would wait for ever in a
+        collective, be it an exchange or the barrier that Orbax enters after a restore.
+        """
         self._cancelled = True
         if self._running is not None:
             loop, task = self._running
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(task.cancel)
+                loop.call_soon_threadsafe(self._end, task)
+
+    def _end(self, task: asyncio.Task[object]) -> None:
+        """Called in the event loop: the task waits where `_may_end` says."""
+        if self._running is None or self._running[1] is not task:
+            return
+        if self._may_end:
+            task.cancel()
+        else:
+            self._refuse()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Lets `cancel` end the coroutine of a `with` block."""
+    def running(self, *, settled: bool) -> Iterator[None]:
+        """Lets `cancel` end the coroutine of a `with` block: until it calls `settle`, or not at all if it has."""
         task = asyncio.current_task()
         assert task is not None
+        self._may_end, self._refuse = not settled, _nobody_meets
         self._running = (asyncio.get_running_loop(), task)
         try:
-            if self._cancelled:
+            if self._cancelled and not settled:
                 raise asyncio.CancelledError
             yield
         finally:
             self._running = None
+
+    def settle(self, refuse: Callable[[], object] | None = None) -> None:
+        """Lets `cancel` end the coroutine only in `unless_cancelled`. Elsewhere it calls `refuse`.
+
+        `refuse` lets the meeting fail at which this process is, or the next one, on all processes alike.
+        """
+        self._may_end, self._refuse = False, refuse or _nobody_meets
+
+    async def unless_cancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits what this process does before it comes to a meeting: no other goes on meanwhile."""
+        if self._cancelled:
+            work.close()
+            raise asyncio.CancelledError
+        self._may_end = True
+        try:
+            return await work
+        finally:
+            self._may_end = False
+
+
+def _nobody_meets() -> None:
+    """Does nothing: the restore is about to end."""
 
 
 _taking: contextvars.ContextVar[Taking | None] = contextvars.ContextVar("orbax_ext_taking", default=None)

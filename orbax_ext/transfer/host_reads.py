@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from absl import logging
 
@@ -28,8 +28,11 @@ Source = Callable[[], HeldBlocks | None]  # finds out what will be restored; may
 class HostReads:
     """The reading of one or several restores, one after the other."""
 
-    def __init__(self, sources: Sequence[Source], limit: int, settings: Callable[[], None]) -> None:
-        """Begins to read. `limit`: bytes that may be held. `settings` gives the thread the caller's JAX settings."""
+    def __init__(self, sources: Iterable[Source], limit: int, settings: Callable[[], None]) -> None:
+        """Begins to read. `limit`: bytes that may be held. `settings` gives the thread the caller's JAX settings.
+
+        The thread iterates over `sources`, so that they may look into storage.
+        """
         self.held: list[HeldBlocks] = []
         self.error: Exception | None = None  # why nothing more is read ahead
         self._sources = sources
@@ -99,6 +102,8 @@ class HostReads:
                     if self._room:
                         self._to_compile.put(held.compile_programs)
                     self._read(loop, held)
+            if not self.held and self._sources_open:
+                logging.warning("orbax_ext: nothing is read ahead: found no arrays that will be restored")
         except asyncio.CancelledError:
             pass
         except Exception as error:
@@ -157,6 +162,8 @@ class HostReads:
             if not isinstance(error, Exception):
                 raise
             self.error = error
+            self._room += unit.bytes
+            unit.bytes = 0  # left to the restore
             return
         for item in unit.items:  # a scalar travels as a vector, but is handed over as it is
             if item.leaf.slice is None and item.index in held.share.plan.direct and item.index in blocks:

@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -17,7 +17,9 @@ import jax
 from absl import logging
 
 from orbax_ext import errors, text
+from orbax_ext.meeting.terms import Limits
 from orbax_ext.report.progress import ProgressSnapshot, Watcher
+from orbax_ext.storage.stall import OthersTurn
 from orbax_ext.transfer.at_exit import end_at_exit
 from orbax_ext.transfer.held_blocks import Taking
 from orbax_ext.transfer.host_reads import HostReads
@@ -93,7 +95,9 @@ class PendingRestore:
         """Gives the restore up, and what it holds; returns False if `result()` was called before.
 
         With `exchange="background"` it ends a restore under way on all processes: at once if they have met already, and
-        otherwise after `stall_timeout`, as if this process had never called restore.
+        otherwise after `stall_timeout`, as if this process had never called restore. Where the others may have restored
+        already, or each process restores by itself, this one ends its restore too, and keeps nothing of it: the others
+        would wait for it in Orbax's own barrier.
         """
         with self._lock:
             if self._begun:
@@ -157,13 +161,19 @@ class ReadAheadRestore:
     """Reads ahead, and restores in `finish`."""
 
     def __init__(
-        self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack, reads: HostReads
+        self,
+        restore: Callable[[], Any],
+        scope: Scope,
+        needed: contextlib.ExitStack,
+        reads: HostReads,
+        limits: Callable[[], Limits] = Limits,
     ) -> None:
-        """`needed` is left at the end."""
+        """`needed` is left at the end. `limits`: of waiting for restores that run in the background."""
         self._restore = restore
         self._scope = scope
         self._needed = needed
         self._reads = reads
+        self._limits = limits
 
     @property
     def ended(self) -> bool:
@@ -187,7 +197,9 @@ class ReadAheadRestore:
         self._reads.describe_no_more()
         taking, read = Taking(self._reads.held, timeout), self._reads.progress().done
         try:
-            with self._scope(), taking.scope():
+            with taking.scope():
+                _wait_for(_whole_restores(), self._limits())  # the order is the same on all processes
+            with taking.scope(), self._scope():  # whose limits are those that are left
                 return self._restore()
         finally:
             if read and not taking.taken:
@@ -209,14 +221,34 @@ _under_way: list[threading.Event] = []
 _under_way_lock = threading.Lock()
 
 
+def _whole_restores() -> tuple[threading.Event, ...]:
+    with _under_way_lock:
+        return tuple(_under_way)
+
+
+def _wait_for(earlier: Sequence[threading.Event], limits: Limits, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Waits for earlier restores; raises `RestoreTimeoutError` if one of them does not advance."""
+    others_turn = OthersTurn(limits, jax.process_index())
+    for one in earlier:
+        while not stopped() and not one.wait(timeout=_LOOK_EVERY):
+            others_turn.check()
+
+
 class WholeRestore:
     """Restores in a thread. Several run one after the other, so that their programs have the same order everywhere."""
 
-    def __init__(self, restore: Callable[[], Any], scope: Scope, needed: contextlib.ExitStack) -> None:
-        """`needed` is left at the end."""
+    def __init__(
+        self,
+        restore: Callable[[], Any],
+        scope: Scope,
+        needed: contextlib.ExitStack,
+        limits: Callable[[], Limits] = Limits,
+    ) -> None:
+        """`needed` is left at the end. `limits`: of waiting for earlier ones."""
         self._restore = restore
         self._scope = scope
         self._needed = needed
+        self._limits = limits
         self._settings = settings_of_thread()
         self._taking = Taking()
         self._watcher: Watcher | None = None
@@ -229,7 +261,12 @@ class WholeRestore:
             _under_way.append(self._over)
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, daemon=True, name="orbax_ext restore")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._end()
+            needed.close()
+            raise
         end_at_exit(self)
 
     @property
@@ -279,9 +316,7 @@ class WholeRestore:
     def _run(self) -> None:
         try:
             with self._needed:
-                for earlier in self._earlier:
-                    while not self._stopped and not earlier.wait(timeout=_LOOK_EVERY):
-                        pass
+                _wait_for(self._earlier, self._limits(), lambda: self._stopped)
                 if self._stopped:
                     raise concurrent.futures.CancelledError
                 self._settings()
@@ -295,6 +330,9 @@ class WholeRestore:
                 if not self._stopped:
                     self._outcome.set_exception(error)
         finally:
-            self._over.set()
-            with _under_way_lock:
-                _under_way.remove(self._over)
+            self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        with _under_way_lock:
+            _under_way.remove(self._over)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import type_handlers
+from orbax.checkpoint import checkpoint_args, type_handlers
+from orbax.checkpoint._src.handlers import handler_type_registry
 from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
 
 _DEFAULT_ITEM = "default"
+_STEP_METADATA = "_CHECKPOINT_METADATA"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,7 @@ def items_of_restore(checkpointer: Any, step_or_path: Any, args: Any) -> list[It
     """Returns the items with trees that `checkpointer.restore(step_or_path, args=args)` will restore.
 
     `checkpointer` is a `CheckpointManager` or a `Checkpointer`. Items for which Orbax has no handler are left out: the
-    restore itself raises the error.
+    restore itself raises the error. If `restores_all_items`, only storage knows them: see `items_there`.
     """
     if isinstance(checkpointer, ocp.CheckpointManager):
         inner, place = checkpointer._checkpointer, _step_place(checkpointer, step_or_path)
@@ -70,6 +73,8 @@ def items_of_restore(checkpointer: Any, step_or_path: Any, args: Any) -> list[It
     else:
         inner, place = checkpointer, lambda: epath.Path(step_or_path)
         composite = args
+    if restores_all_items(checkpointer, args):
+        return []
     handler = inner.handler
     if not isinstance(handler, ocp.CompositeCheckpointHandler):
         return [ItemRestore(place, args, handler)] if _is_tree_handler(handler) else []
@@ -82,6 +87,29 @@ def items_of_restore(checkpointer: Any, step_or_path: Any, args: Any) -> list[It
         if _is_tree_handler(item_handler):
             items.append(ItemRestore(_below(place, name), item_args, item_handler))
     return items
+
+
+def restores_all_items(checkpointer: Any, args: Any) -> bool:
+    """Returns whether a restore with these args is that of all items of a step."""
+    manager = isinstance(checkpointer, ocp.CheckpointManager)
+    handler = checkpointer._checkpointer.handler if manager else checkpointer.handler
+    named = args is not None and not (isinstance(args, ocp.args.Composite) and not args.items())
+    return not named and isinstance(handler, ocp.CompositeCheckpointHandler)
+
+
+def items_there(checkpointer: Any, step_or_path: Any) -> Iterator[ItemRestore]:
+    """Yields the items with trees of a step, as Orbax restores them without args. Looks into storage."""
+    manager = isinstance(checkpointer, ocp.CheckpointManager)
+    handler = checkpointer._checkpointer.handler if manager else checkpointer.handler
+    place = _step_place(checkpointer, step_or_path) if manager else lambda: epath.Path(step_or_path)
+    known = dict(handler._get_all_registered_and_unregistered_items_and_handlers())
+    names = sorted(handler._existing_items(place()))
+    kinds = {} if known.keys() >= {*names} else json.loads((place() / _STEP_METADATA).read_text())["item_handlers"]
+    for name in names:
+        item_handler = known[name] if name in known else handler_type_registry.get_handler_type(kinds[name])()
+        if _is_tree_handler(item_handler):
+            _, restore_args = checkpoint_args.get_registered_args_cls(item_handler)
+            yield ItemRestore(_below(place, name), restore_args(), item_handler)
 
 
 def item_at(directory: str | os.PathLike[str], args: ocp.args.PyTreeRestore) -> ItemRestore:

@@ -116,6 +116,13 @@ def test_a_missing_process_is_named_within_the_limit(
         assert "RestoreTimeoutError" in kinds
 
 
+def test_without_a_mesh_nobody_waits_for_a_process_that_fails(
+    checkpoints: dict[tuple[str, str], str], small_cluster: lab.Cluster
+) -> None:
+    results = small_cluster.run(undescribed.restore_while_one_fails, checkpoints["v0", "zarr3"])
+    assert results == ["", "", "the disk is gone", ""]
+
+
 def test_a_checkpoint_on_s3_is_restored_by_new_processes(s3_port: int) -> None:
     """They find the server by the usual variables; nobody enables S3."""
     s3_server.make_bucket(s3_port, "undescribed")
@@ -130,15 +137,16 @@ def test_a_checkpoint_on_s3_is_restored_by_new_processes(s3_port: int) -> None:
             assert "ValueError" in kinds
 
 
-def test_it_works_without_and_before_jax_distributed(checkpoints: dict[tuple[str, str], str]) -> None:
-    """A program of one process with 8 devices, which never calls `jax.distributed.initialize`."""
+def test_it_works_without_jax_distributed(checkpoints: dict[tuple[str, str], str]) -> None:
+    """A program of one process with 8 devices, which can't call `jax.distributed.initialize` any more then."""
     path = checkpoints["v1", "zarr3 in OCDBT"]
     script = (
-        f"from tests.support import undescribed as u; print(u.restore({path!r}) + u.restore_on_one_device({path!r}))"
+        "from tests.support import undescribed as u; "
+        f"print(u.restore({path!r}) + u.restore_on_one_device({path!r}), u.initialize())"
     )
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout.startswith("[] jax.distributed.initialize() must be called before"), done.stderr

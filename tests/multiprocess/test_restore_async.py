@@ -176,3 +176,17 @@ def test_a_process_that_cancels_in_the_background_ends_it_for_all(small_cluster:
         assert "process 2" in first
         assert first == second
         assert left == []
+
+
+def test_cancelling_at_the_end_leaves_nobody_in_a_barrier(small_cluster: lab.Cluster, saved: str) -> None:
+    """Some are in Orbax's own barrier already: process 0 has to come to it as well."""
+    assert small_cluster.run(pending.cancel_at_the_end, saved) == [[]] * 4
+
+
+@pytest.mark.parametrize("where", ["read", "meeting"])
+def test_cancelling_on_one_process_ends_it_soon_for_all(small_cluster: lab.Cluster, saved: str, where: str) -> None:
+    results = small_cluster.run(pending.cancel_on_one, saved, where)
+    assert results[1] == ["CancelledError: this restore was cancelled"]
+    for text, *left in (results[0], *results[2:]):
+        assert "process 1 (" in text
+        assert left == []

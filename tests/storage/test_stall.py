@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -37,6 +39,20 @@ def test_requests_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         return "done"
 
     assert asyncio.run(stall.while_storage_answers(work(), 0.1)) == "done"
+
+
+def test_a_call_that_reads_ends_unless_requests_are_made() -> None:
+    stop = threading.Event()
+    assert stall.while_answered(lambda: "done", lambda: 0, 5) == "done"
+    with pytest.raises(TimeoutError, match=r"storage has not answered for 0\.1 s"):
+        stall.while_answered(lambda: stop.wait(60), lambda: 0, 0.1)
+    stop.set()
+
+    def work() -> str:
+        time.sleep(0.7)
+        return "done"
+
+    assert stall.while_answered(work, iter(range(10**6)).__next__, 0.1) == "done"
 
 
 def test_a_wait_whose_loop_was_closed_ends_without_an_error() -> None:

@@ -28,6 +28,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_ext
 from orbax_ext.meeting.session import Session
+from orbax_ext.report import collect
 from orbax_ext.storage import counters
 from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
@@ -148,11 +149,11 @@ def wait(pending: Any) -> int:
     return int(pending.progress().done)
 
 
-def threads() -> list[str]:
+def threads(seconds: float = 5.0) -> list[str]:
     """Returns the names of our threads that do not end within a few seconds."""
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("orbax_ext")]
     for thread in ours:
-        thread.join(5.0)
+        thread.join(seconds)
     return [thread.name for thread in ours if thread.is_alive()]
 
 
@@ -280,8 +281,8 @@ def restore_in_background(path: str, way: str, context: str) -> Restored:
     """Restores with `exchange="background"`."""
     with states.in_context(context, MESH.make()), WAYS[way](path, exchange="background") as pending:
         compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+        wait(pending)
         state = pending.result()
-        assert pending.done()
         jax.block_until_ready(state)
     assert compiled is not None
     return Restored(differences(state), 0, 0, frozenset(), tuple(threads()))
@@ -477,3 +478,79 @@ def wait_a_little(path: str) -> list[Any]:
             pending.result(timeout=0.0)
         go_on.set()
         return [str(raised.value), differences(pending.result(timeout=PATIENCE))]
+
+
+def cancel_at_the_end(path: str) -> list[str]:
+    """Cancels on all processes while process 0 still waits for reports; returns the threads that are left."""
+    reached, go_on, collected = threading.Event(), threading.Event(), threading.Event()
+    pack, collect_reports = collect.pack, collect.collect
+
+    def held_back(*given: Any) -> str:
+        if jax.process_index() == 0:
+            reached.set()
+            go_on.wait(PATIENCE)
+        return pack(*given)
+
+    async def noted(*given: Any) -> None:
+        await collect_reports(*given)
+        collected.set()
+
+    with (
+        mock.patch.object(collect, "pack", held_back),
+        mock.patch.object(collect, "collect", noted),
+        orbax_ext.registered(**GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
+        pending: Any = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange="background")
+        assert (reached if jax.process_index() == 0 else collected).wait(PATIENCE)
+        pending._stop()
+        go_on.set()
+        assert pending.cancel()
+        left = threads(PATIENCE / 2)
+    return left if left else agree()
+
+
+def cancel_on_one(path: str, where: str) -> list[str]:
+    """Cancels on process 1 while process 2 reads and process 1 does too, or waits for it; returns what `result` raises.
+
+    Then all processes run a program together.
+    """
+    fetch, reached, go_on = boxes.fetch, threading.Event(), threading.Event()
+    late = (1, 2) if where == "read" else (2,)
+    arrive_at = Session.meet
+
+    async def held_back(*given: Any) -> Any:
+        reached.set()
+        while jax.process_index() in late and not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return await fetch(*given)
+
+    def meet(session: Any, phase: str, *given: Any) -> Any:
+        if phase.startswith("read group") and where == "meeting":
+            reached.set()
+        return arrive_at(session, phase, *given)
+
+    if where == "meeting" and jax.process_index() == 1:
+        patched: Any = mock.patch.object(Session, "meet", meet)
+    else:
+        patched = mock.patch.object(boxes, "fetch", held_back)
+    with (
+        patched,
+        orbax_ext.registered(strategy="spread", stall_timeout=PATIENCE, **GROUPS),
+        ocp.CheckpointManager(f"{path}/manager") as made,
+    ):
+        pending: Any = orbax_ext.restore_async(made, 0, args=pytree_args(), exchange="background")
+        if jax.process_index() == 1:
+            assert reached.wait(PATIENCE)
+            assert pending.cancel()
+        with pytest.raises(BaseException, match=r"cancelled|CancelledError") as raised:
+            pending.result()
+        left = threads(PATIENCE / 2)
+        go_on.set()
+    return [text_of(raised.value), *(left if left else agree())]
+
+
+def agree() -> list[str]:
+    """Runs a program of all processes."""
+    multihost_utils.sync_global_devices("all processes are there")
+    return []

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import orbax_ext
 from orbax_ext.storage import checkpoint, s3
+from orbax_ext.transfer.executor import Executor
 from tests.support import plain_orbax, states
 from tests.support.checkpoints import FORMATS
 from tests.support.states import MeshSpec, P, Spec
@@ -111,6 +112,31 @@ def restore_on_one_device(path: str) -> list[str]:
     texts = [f"{name}: bytes" for name in ARRAYS if states.bits(arrays[name]) != states.bits(data[name])]
     texts += [f"{name}: {array.sharding}" for name, array in arrays.items() if array.sharding != mine]
     return texts + _other_differences(restored)
+
+
+def restore_while_one_fails(path: str) -> str:
+    """Restores without a mesh while process 2 can read no arrays; returns its error."""
+    read_direct = Executor.read_direct
+
+    async def failing(*given: Any) -> Any:
+        if jax.process_index() == 2:
+            raise OSError("the disk is gone")
+        return await read_direct(*given)
+
+    with unittest.mock.patch.object(Executor, "read_direct", failing):
+        try:
+            return "; ".join(restore_on_one_device(path))
+        except OSError as error:
+            return str(error)
+
+
+def initialize() -> str:
+    """Returns the error of `jax.distributed.initialize`, after something else has used JAX."""
+    try:
+        jax.distributed.initialize("localhost:1", 1, 0)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it did not fail")
 
 
 def _mapped(name: str, spec: Spec, mesh: Mesh) -> P:
