@@ -78,18 +78,19 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         if uses_pathways(self):
             return await super().deserialize(infos, args)
         with taking().running():
-            return await self._deserialize(infos, args)
+            async with one_at_a_time(self.limits):
+                return await self.deserialize_in_turn(infos, args)
+
+    async def deserialize_in_turn(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
+        """Does the same for a caller that is inside `one_at_a_time`."""
+        with loss_explained(args):
+            return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     def with_knobs(self, **knobs: Unpack[Knobs]) -> BroadcastArrayHandler:
         """Returns a handler like this one, but for some knobs."""
         handler = copy.copy(self)
         handler.options = dataclasses.replace(self.options, **knobs)
         return handler
-
-    async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        async with one_at_a_time(self.limits):
-            with loss_explained(args):
-                return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with collect.recorded() as recorder, progress.shown(self.options.progress, recorder):

@@ -37,7 +37,7 @@ class _Turn:
 def in_turn(function: Callable[[], T], limit: float) -> Callable[[], T]:
     """Returns a function, to be called in a thread at once, that runs `function` after all that were passed before.
 
-    It raises `TimeoutError` if it is not its turn within `limit` seconds. Those after it then still wait for what it has
+    It raises `TimeoutError` if it is not its turn within `limit` seconds. Those after it still wait for what it has
     waited for: two exchanges at once on the same communicator would take each other's data.
     """
     global _last
