@@ -7,6 +7,7 @@ the persistent checkpoint of the same step.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -35,6 +36,7 @@ from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.local_blocks import LocalBlocks
 from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.memory import memory_limit
+from orbax_ext.transfer.read_ahead import abandon
 from orbax_ext.transfer.tiers import NOWHERE, LocalStep, StoredStep, check_tree
 from orbax_ext.transfer.verify import Digests, verify
 from orbax_ext.upstream import emergency as upstream
@@ -145,11 +147,15 @@ async def _restore_from_hosts(
                 tables = _tables(request)
         with open_session("restore", limits(), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
-            agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
             stored = StoredStep(step, session, lambda: _shortest(limits()))
             blocks = LocalBlocks(handler, request, tables, stored.infos, options.stall_timeout)
             mine = LocalStep(blocks, step, local)
-            _, told = await session.together_telling("look at the local step", mine.look(), mine.tell)
+            looking = asyncio.ensure_future(mine.look())  # while others are still on their way
+            try:
+                agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
+                _, told = await session.together_telling("look at the local step", looking, mine.tell)
+            finally:
+                abandon(looking)
             _check_same_step(told, session)
             check_tree(step, told, session)
             restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
