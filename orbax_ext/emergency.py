@@ -159,6 +159,7 @@ async def _restore_from_hosts(
             _check_same_step(told, session)
             check_tree(step, told, session)
             restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
+            told = mine.of_one_save(told, restore.have_everything)
             try:
                 arrays = await restore.all_leaves(step, told, stored, group_bytes(agreed, "spread"))
             finally:
@@ -216,6 +217,11 @@ class _HostRestore:
         if absent:
             await stored.find()
         return arrays
+
+    def have_everything(self, told: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Returns whether some processes together have every block."""
+        gaps = find_gaps(self.request.leaves, self.tables, self._loaded(list(self.tables), told))
+        return not gaps.leaves and not gaps.blocks
 
     def _loaded(self, leaves: Sequence[int], told: Mapping[int, Mapping[str, Any]]) -> dict[int, Loaded]:
         """Returns what all devices of each leaf's table have."""

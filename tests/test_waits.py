@@ -102,7 +102,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.exchanges", "before.exception()"): _ENDED,
     ("transfer.exchanges", "done.exception()"): _ENDED,
     ("transfer.exchanges", "task.exception()"): _ENDED,
-    ("transfer.tiers", "await in_thread(item_tree.read_tree, directory)"): _WORK,
+    ("transfer.tiers", "await in_thread(self._read_metadata, directory)"): _WORK,
     ("transfer.turns", "_lock"): _LOCK,
     (
         "transfer.direct_reads",

@@ -24,6 +24,9 @@ from orbax_ext.upstream.emergency import EmergencyStep, param_infos
 
 NOWHERE = epath.Path("/nowhere")  # of a step that is not there; nothing is read from it
 _LONGEST = 2000  # characters of a difference that a process tells the others
+# Seconds between the first and the last host's save of one step. Longer, because clocks differ, than hosts that train
+# together can be apart; a run that begins again and comes to the same step in less time is not noticed.
+_SAME_SAVE = 600.0
 
 
 class LocalStep:
@@ -34,27 +37,62 @@ class LocalStep:
         self._step = step
         self._directory = directory
         self._difference = ""  # between the tree that was saved and the one that is asked for
+        self._saved: float | None = None  # when, in seconds, if it is known
 
     async def look(self) -> None:
         blocks, directory = self._blocks, self._directory
         await blocks.look(directory, param_infos(directory or NOWHERE, self._step.names))
         if directory is None or all(set(columns) <= {ABSENT} for columns in blocks.present.values()):
             return
-        self._difference = item_tree.difference(await in_thread(item_tree.read_tree, directory), self._step.names)
+        await in_thread(self._read_metadata, directory)
         if self._difference:
             logging.warning(
                 "orbax_ext: the local step %s %s; other hosts or storage have to provide it",
                 directory,
                 self._difference,
             )
-            blocks.present = {index: (ABSENT,) * len(columns) for index, columns in blocks.present.items()}
+            self._forget()
+
+    def _read_metadata(self, directory: epath.Path) -> None:
+        self._saved = item_tree.save_time(directory)
+        self._difference = item_tree.difference(item_tree.read_tree(directory), self._step.names)
 
     def tell(self) -> Contribution:
         return {
             "step": self._step.step,
             "have": holdings.pack(self._blocks.present),
             "differs": self._difference[:_LONGEST],
+            "saved": None if self._difference else self._saved,
         }
+
+    def of_one_save(
+        self, told: Mapping[int, Mapping[str, Any]], is_complete: Callable[[Mapping[int, Mapping[str, Any]]], bool]
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """Returns what each process has, without those that saved the step in an earlier run than others.
+
+        Another run may have had other values at the same step. These are kept if the others do not have everything.
+        """
+        saved = {process: float(message["saved"]) for process, message in told.items() if message["saved"] is not None}
+        older = {process for process, when in saved.items() if max(saved.values()) - when > _SAME_SAVE}
+        if not older:
+            return told
+        here = jax.process_index()
+        of_others = {process: message for process, message in told.items() if process not in older}
+        alone = is_complete(of_others)
+        if here in older:
+            logging.warning(
+                "orbax_ext: the local step %s was saved %s before that of other hosts, perhaps in another run; %s",
+                self._directory,
+                text.seconds(max(saved.values()) - saved[here]),
+                "it is taken from them" if alone else "it is used, because they do not have all of it",
+            )
+            if alone:
+                self._forget()
+        return of_others if alone else told
+
+    def _forget(self) -> None:
+        blocks = self._blocks
+        blocks.present = {index: (ABSENT,) * len(columns) for index, columns in blocks.present.items()}
 
 
 class StoredStep:

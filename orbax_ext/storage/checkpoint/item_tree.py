@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
 from absl import logging
@@ -12,7 +13,7 @@ from orbax_ext import text
 from orbax_ext.redact import redact
 from orbax_ext.storage.checkpoint import metadata
 from orbax_ext.storage.checkpoint.metadata import SavedTree
-from orbax_ext.storage.filenames import OCDBT_MANIFEST, TREE_METADATA
+from orbax_ext.storage.filenames import OCDBT_MANIFEST, STEP_METADATA, TREE_METADATA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,14 @@ def read_tree(item: epath.Path) -> SavedTree | None:
             item,
             redact(repr(error)),
         )
+        return None
+
+
+def save_time(item: epath.Path) -> float | None:
+    """Returns when the save of an item's step began, in seconds; None if that is not known."""
+    try:
+        return int(json.loads((item.parent / STEP_METADATA).read_text())["init_timestamp_nsecs"]) / 1e9
+    except (OSError, *metadata.DAMAGED):
         return None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -44,3 +45,15 @@ def test_a_tree_that_can_not_be_read_is_not_compared(tmp_path: pathlib.Path) -> 
         assert tree is None
         assert item_tree.difference(tree, NAMES) == ""
         assert item_tree.array_format(place, tree) == ArrayFormat(ocdbt=True, zarr3=True, every_chunk=True)
+
+
+def test_the_time_of_a_save_is_that_of_its_step(tmp_path: pathlib.Path) -> None:
+    before = time.time()
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        manager.save(1, args=ocp.args.PyTreeSave(STATE))
+    saved_at = item_tree.save_time(epath.Path(tmp_path / "steps" / "1" / "default"))
+    assert saved_at is not None
+    assert before - 1 < saved_at < time.time() + 1
+    (tmp_path / "_CHECKPOINT_METADATA").write_text('{"init_timestamp_nsecs": null}')
+    assert item_tree.save_time(epath.Path(tmp_path / "item")) is None
+    assert item_tree.save_time(epath.Path(tmp_path / "nowhere" / "item")) is None
