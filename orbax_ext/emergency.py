@@ -159,9 +159,9 @@ async def _restore_from_hosts(
             _check_same_step(told, session)
             check_tree(step, told, session)
             restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
-            told = mine.of_one_save(told, restore.have_everything)
+            have = mine.of_one_save(told, restore.have_everything)
             try:
-                arrays = await restore.all_leaves(step, told, stored, group_bytes(agreed, "spread"))
+                arrays = await restore.all_leaves(step, have, stored, group_bytes(agreed, "spread"))
             finally:
                 blocks.log_damaged(local)
             if options.verify and arrays:  # what is read from storage after this is verified there

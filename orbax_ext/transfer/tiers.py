@@ -116,13 +116,14 @@ class StoredStep:
         if self.directory is not None:
             return
         step = self._step
-        found: Contribution = {}
+        found: dict[str, Any] = {}
 
-        async def look() -> None:
-            self.directory, how = await in_thread(self._look, limit=self._limit())
-            found.update({"stored": self.directory is not None, **how})
+        async def look() -> epath.Path | None:
+            directory, how = await in_thread(self._look, limit=self._limit())
+            found.update({"stored": directory is not None, **how})
+            return directory
 
-        _, told = await self._session.together_telling("find the step in storage", look(), lambda: found)
+        directory, told = await self._session.together_telling("find the step in storage", look(), lambda: found)
         if without := [process for process, message in told.items() if not message["stored"]]:
             raise FileNotFoundError(
                 f"No steps found in either local or persistent storage when requesting restoration of step "
@@ -130,9 +131,10 @@ class StoredStep:
                 "persistent storage."
             )
         if told[0]["differs"]:
-            raise _other_tree(step, str(self.directory), str(told[0]["differs"]))
-        assert self.directory is not None
-        self.infos += param_infos(self.directory, step.names, **told[0]["format"])
+            raise _other_tree(step, str(directory), str(told[0]["differs"]))
+        assert directory is not None  # otherwise this process is one of those that can't find it
+        self.directory = directory
+        self.infos += param_infos(directory, step.names, **told[0]["format"])
 
     def _look(self) -> tuple[epath.Path | None, Contribution]:
         """Returns the directory of the step's arrays, if it is there, and on process 0 what it has to tell of it."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pathlib
 import time
+from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -11,7 +12,7 @@ from etils import epath
 from orbax_ext.storage.checkpoint import item_tree
 from orbax_ext.storage.checkpoint.item_tree import ArrayFormat
 
-STATE = {"params": [jnp.ones(4), {"w": jnp.ones((2, 2))}], "nothing": None, "empty": {}}
+STATE: dict[str, Any] = {"params": [jnp.ones(4), {"w": jnp.ones((2, 2))}], "nothing": None, "empty": {}}
 NAMES = ("params.0", "params.1.w")
 
 
