@@ -7,6 +7,7 @@ the persistent checkpoint of the same step.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -20,7 +21,7 @@ from etils import epath
 from orbax_ext import errors, text
 from orbax_ext.handler import BroadcastArrayHandler, one_at_a_time
 from orbax_ext.meeting import arrival, holdings
-from orbax_ext.meeting.session import Session, open_session
+from orbax_ext.meeting.session import Limits, Session, open_session
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
 from orbax_ext.options import Knobs
@@ -32,15 +33,17 @@ from orbax_ext.plan.volumes import Traffic, relay_traffic
 from orbax_ext.report import collect, progress
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request, given_request
+from orbax_ext.transfer.held_blocks import taking
 from orbax_ext.transfer.local_blocks import LocalBlocks
 from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.memory import memory_limit
+from orbax_ext.transfer.read_ahead import abandon
+from orbax_ext.transfer.tiers import NOWHERE, LocalStep, StoredStep, check_tree
 from orbax_ext.transfer.verify import Digests, verify
 from orbax_ext.upstream import emergency as upstream
 from orbax_ext.upstream.hooks import install
 
 HOOKS = upstream.HOOKS
-_NOWHERE = epath.Path("/nowhere")  # of a step that is not there; nothing is read from it
 
 
 def serve(handler: Callable[[], BroadcastArrayHandler]) -> Callable[[], None]:
@@ -79,15 +82,20 @@ class _Service:
 
 async def _restore(handler: BroadcastArrayHandler, step: upstream.EmergencyStep) -> Sequence[jax.Array]:
     """Returns the leaves of a step, in the order of `step.names`."""
-    async with one_at_a_time(handler.limits):
-        began = time.monotonic()
-        arrays, persistent = await _restore_from_hosts(handler, step)
+    with taking().running(settled=False):
+        async with one_at_a_time(handler.limits):  # for both parts, so that no other restore comes between them
+            return await _restore_in_turn(handler, step)
+
+
+async def _restore_in_turn(handler: BroadcastArrayHandler, step: upstream.EmergencyStep) -> Sequence[jax.Array]:
+    began = time.monotonic()
+    arrays, stored = await _restore_from_hosts(handler, step)
     absent = [index for index in range(len(step.names)) if index not in arrays]
     if absent:
-        infos = upstream.param_infos(persistent, [step.names[index] for index in absent])
+        ours = _for_absent(handler, time.monotonic() - began)
+        infos, args = [stored[index] for index in absent], [step.args[index] for index in absent]
         with collect.continuing():
-            ours = _for_absent(handler, time.monotonic() - began)
-            restored = await ours.deserialize(infos, [step.args[index] for index in absent])
+            restored = await ours.deserialize_in_turn(infos, args)
         arrays |= dict(zip(absent, restored, strict=True))
     return [arrays[index] for index in range(len(step.names))]
 
@@ -105,40 +113,63 @@ def _for_absent(handler: BroadcastArrayHandler, spent: float) -> BroadcastArrayH
     return handler.with_knobs(**knobs)
 
 
+def _what_is_left(handler: BroadcastArrayHandler, spent: float) -> Limits:
+    """Returns how long to wait, `spent` seconds after the beginning."""
+    limits, timeout = handler.limits, handler.options.timeout
+    if limits.total is None or timeout is None:
+        return limits
+    return dataclasses.replace(limits, total=min(limits.total, max(0.0, round(timeout - spent, 1))))
+
+
+def _shortest(limits: Limits) -> float:
+    return limits.stall if limits.total is None else min(limits.stall, limits.total)
+
+
 async def _restore_from_hosts(
     handler: BroadcastArrayHandler, step: upstream.EmergencyStep
-) -> tuple[dict[int, jax.Array], epath.Path]:
-    """Returns all leaves but those of which no host has anything, and where to read these."""
-    options = handler.options
+) -> tuple[dict[int, jax.Array], Sequence[Any]]:
+    """Returns all leaves but those of which no host has anything, and descriptions of all leaves in storage.
+
+    There are no descriptions if the hosts have everything: then persistent storage is not asked.
+    """
+    options, began = handler.options, time.monotonic()
+
+    def limits() -> Limits:
+        return _what_is_left(handler, time.monotonic() - began)
+
     with collect.recorded() as recorder, progress.shown(options.progress, recorder):
         async with arrival.failing_together(handler.limits):
             with recorder.span("describe"):
-                stall = options.stall_timeout
-                local = await in_thread(step.find_local, limit=stall)
-                persistent = await in_thread(step.find_persistent, limit=stall)
-                stored = upstream.param_infos(persistent or _NOWHERE, step.names)
-                request = given_request(stored, step.args)
+                local = await in_thread(step.find_local, limit=_shortest(limits()))
+                # What the hosts have is in other places on each of them.
+                request = given_request(upstream.param_infos(NOWHERE, step.names), step.args)
                 limit = memory_limit(options, request)
             with recorder.span("plan"):
                 tables = _tables(request)
-        with open_session("restore", handler.limits, recorder.bytes_read, recorder.waited) as session:
+        with open_session("restore", limits(), recorder.bytes_read, recorder.waited) as session:
             recorder.attach(session)
-            agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
-            blocks = LocalBlocks(handler, request, tables, stored, options.stall_timeout, handler.with_limits)
-            looking = blocks.look(local, upstream.param_infos(local or _NOWHERE, step.names))
-            described = {"step": step.step, "stored": persistent is not None}
-            _, told = await session.together_telling("look at the local step", looking, lambda: described)
-            _check_same_step(told, session)
-            restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
+            stored = StoredStep(step, session, lambda: _shortest(limits()))
+            blocks = LocalBlocks(handler, request, tables, stored.infos, options.stall_timeout, handler.with_limits)
+            mine = LocalStep(blocks, step, local)
+            looking = asyncio.ensure_future(mine.look())  # while others are still on their way
             try:
-                arrays = await restore.all_leaves(step, told, persistent, group_bytes(agreed, "spread"))
+                agreed = await arrival.arrive(session, request.leaves, request.mesh_infos, options, limit)
+                _, told = await session.together_telling("look at the local step", looking, mine.tell)
+            finally:
+                abandon(looking)
+            _check_same_step(told, session)
+            check_tree(step, told, session)
+            restore = _HostRestore(session, request, tables, blocks, recorder, options.stall_timeout)
+            have = mine.of_one_save(told, restore.have_everything)
+            try:
+                arrays = await restore.all_leaves(step, have, stored, group_bytes(agreed, "spread"))
             finally:
                 blocks.log_damaged(local)
             if options.verify and arrays:  # what is read from storage after this is verified there
                 with recorder.span("verify"), Digests(session, request) as found:
-                    await verify(session, request, arrays, found)
+                    await verify(session, await stored.beside(request), arrays, found)
             await collect.collect(session, recorder)
-    return arrays, persistent or _NOWHERE
+    return arrays, stored.infos
 
 
 @dataclasses.dataclass
@@ -158,10 +189,10 @@ class _HostRestore:
         self,
         step: upstream.EmergencyStep,
         told: Mapping[int, Mapping[str, Any]],
-        persistent: epath.Path | None,
+        stored: StoredStep,
         group_bytes: int,
     ) -> dict[int, jax.Array]:
-        """Returns all leaves but those of which no host has anything.
+        """Returns all leaves but those of which no host has anything. `told` is what each process has.
 
         Leaves that turn out to be damaged on a host, and those that travel with them, are restored in another round,
         from what the hosts have loaded by then.
@@ -169,29 +200,34 @@ class _HostRestore:
         leaves = self.request.leaves
         arrays: dict[int, jax.Array] = {}
         absent = {index for index in range(len(leaves)) if index not in self.tables}
-        have = self.blocks.present
         while remaining := [index for index in self.tables if index not in arrays and index not in absent]:
-            loaded = await self._exchange_holdings({index: have[index] for index in remaining})
+            loaded = self._loaded(remaining, told)
             gaps = find_gaps(leaves, self.tables, loaded)
             absent |= gaps.leaves
             if absent or gaps.blocks:
-                _check_stored(step, told)
-                _log_gaps(step, [leaves[index].name for index in sorted({*absent, *gaps.blocks})], persistent)
+                await stored.find()
+                _log_gaps(step, [leaves[index].name for index in sorted({*absent, *gaps.blocks})], stored.directory)
             with self.recorder.span("plan"):
                 plan = plan_relays(leaves, self.tables, fill(loaded, gaps), group_bytes)
                 first = len(self.traffic)
                 self._note(plan, gaps)
             arrays |= await self._one_round(plan, gaps, first)
-            have = self.blocks.loaded
+            if damaged := [index for index in remaining if index not in arrays and index not in absent]:
+                mine = {"have": holdings.pack({index: self.blocks.loaded[index] for index in damaged})}
+                told = await in_thread(self.session.meet, "compare local steps", mine)
         if absent:
-            _check_stored(step, told)
+            await stored.find()
         return arrays
 
-    async def _exchange_holdings(self, mine: Mapping[int, Sequence[int]]) -> dict[int, Loaded]:
+    def have_everything(self, told: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Returns whether some processes together have every block."""
+        gaps = find_gaps(self.request.leaves, self.tables, self._loaded(list(self.tables), told))
+        return not gaps.leaves and not gaps.blocks
+
+    def _loaded(self, leaves: Sequence[int], told: Mapping[int, Mapping[str, Any]]) -> dict[int, Loaded]:
         """Returns what all devices of each leaf's table have."""
-        told = await in_thread(self.session.meet, "compare local steps", {"have": holdings.pack(mine)})
         by_process = {process: holdings.unpack(message["have"]) for process, message in told.items()}
-        return deal_all(self.tables, list(mine), by_process)
+        return deal_all(self.tables, leaves, by_process)
 
     async def _one_round(self, plan: LocalPlan, gaps: Gaps, first: int) -> dict[int, jax.Array]:
         """Follows a plan; returns its leaves but those that are damaged somewhere or travel with such a leaf."""
@@ -199,8 +235,6 @@ class _HostRestore:
         damaged: set[int] = set()
         context = self.request, self.tables, blocks, plan, gaps.blocks, self.recorder, self.limit, first
         with LocalPipeline(*context) as pipeline:
-            if plan.groups:
-                await session.together("connect", pipeline.connect())
             for number in range(len(plan.groups)):
                 phase = f"read group {number + 1} of {len(plan.groups)}"
                 _, told = await session.together_telling(phase, pipeline.load(number), blocks.tell_damaged)
@@ -247,16 +281,6 @@ def _tables(request: Request) -> dict[int, Columns]:
 def _check_same_step(told: Mapping[int, Mapping[str, Any]], session: Session) -> None:
     steps = {process: {"step": str(message["step"])} for process, message in told.items()}
     arrival.check_agreement(steps, session.hosts)
-
-
-def _check_stored(step: upstream.EmergencyStep, told: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises the error that Orbax raises, on all processes, unless storage has the step."""
-    without = [process for process, message in told.items() if not message["stored"]]
-    if without:
-        raise FileNotFoundError(
-            f"No steps found in either local or persistent storage when requesting restoration of step {step.step}: "
-            f"the hosts do not have all of it, and {text.processes(without, {})} can't find it in persistent storage."
-        )
 
 
 def _log_gaps(step: upstream.EmergencyStep, names: Sequence[str], persistent: epath.Path | None) -> None:

@@ -84,18 +84,19 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         # Where every process restores by itself, the others can't be told that this one was cancelled.
         by_itself = jax.process_count() > 1 and not may_concern_all_processes(args)
         with taking().running(settled=by_itself):
-            return await self._deserialize(infos, args)
+            async with one_at_a_time(self.limits):
+                return await self.deserialize_in_turn(infos, args)
+
+    async def deserialize_in_turn(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
+        """Does the same for a caller that is inside `one_at_a_time`."""
+        with loss_explained(args):
+            return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     def with_knobs(self, **knobs: Unpack[Knobs]) -> BroadcastArrayHandler:
         """Returns a handler like this one, but for some knobs."""
         handler = copy.copy(self)
         handler.options = dataclasses.replace(self.options, **knobs)
         return handler
-
-    async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
-        async with one_at_a_time(self.limits):
-            with loss_explained(args):
-                return await stacked_restore.restore(self, self.limits, infos, args, self._restore)
 
     async def _restore(self, infos: Sequence[Any], args: Sequence[Any]) -> Sequence[jax.Array]:
         with (

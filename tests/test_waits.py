@@ -44,7 +44,6 @@ REASONS: dict[tuple[str, str], str] = {
         "cli.doctor.installation",
         "multihost_utils.process_allgather(np.array([jax.process_index()]))",
     ): "the lab ends a process after its time limit",
-    ("emergency", "await ours.deserialize(infos, [step.args[index] for index in absent])"): "our own handler",
     ("handler", "await super().deserialize(infos, args)"): _PLAIN,
     ("lab.cluster", "self.channel.recv()"): "the channel was polled with a limit",
     (
@@ -112,6 +111,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.exchanges", "before.exception()"): _ENDED,
     ("transfer.exchanges", "done.exception()"): _ENDED,
     ("transfer.exchanges", "task.exception()"): _ENDED,
+    ("transfer.tiers", "await in_thread(self._read_metadata, directory)"): _WORK,
     ("transfer.turns", "_lock"): _LOCK,
     (
         "transfer.direct_reads",

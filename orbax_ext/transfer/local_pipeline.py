@@ -67,19 +67,14 @@ class LocalPipeline:
         # This object refers to itself: what it holds would stay on the devices until Python collects garbage.
         self._arrays, self._under_way = {}, []
 
-    async def connect(self) -> None:
-        """Opens communicators while all processes are together, and begins to load the first groups."""
-        self._reading.begin(1 + self._reading.ahead, len(self._plan.groups))
-        connecting = self._recorder.timed("connect", self._executor.connect(self._plan.groups))
-        await both(connecting, self._compile(0))
-
     async def load(self, number: int) -> None:
-        """Loads a group and compiles its programs.
+        """Loads a group and compiles its programs; before the first one all processes are together, and it connects.
 
         Meanwhile the group before it travels, so that the link is not idle while all meet and start this one.
         """
         self._reading.begin(number + 1 + self._reading.ahead, len(self._plan.groups))
-        await both(self._reading.task(number), both(self._compile(number), self._finish_exchanges(_TRAVELLING)))
+        before = self._finish_exchanges(_TRAVELLING) if number else self._connect()
+        await both(self._reading.task(number), both(before, self._compile(number)))
         self._reading.take(number)
 
     def start_exchange(self, number: int, damaged: Collection[int]) -> None:
@@ -105,6 +100,9 @@ class LocalPipeline:
         with self._recorder.span("read", group=self._first + number):
             group = self._plan.groups[number]
             await self._blocks.load(group.leaves, self._gaps, group.loaded)
+
+    async def _connect(self) -> None:
+        await self._recorder.timed("connect", self._executor.connect(self._plan.groups))
 
     async def _compile(self, number: int) -> None:
         await self._recorder.timed("compile", self._executor.compile(self._plan.groups[number]))

@@ -56,20 +56,25 @@ class Service(Protocol):
         """Raises the error of this process on all processes, where the others are in `share`."""
 
 
-def param_infos(directory: epath.Path, names: Sequence[str]) -> list[Any]:
-    """Returns Orbax's descriptions of arrays in a directory, as the emergency manager saves them: OCDBT and zarr3."""
-    context = tensorstore_utils.get_ts_context(use_ocdbt=True)
+def param_infos(
+    directory: epath.Path, names: Sequence[str], *, ocdbt: bool = True, zarr3: bool = True, every_chunk: bool = True
+) -> list[Any]:
+    """Returns Orbax's descriptions of arrays in a directory; by default as the emergency manager saves them.
+
+    `every_chunk` says that a chunk that is not there has been lost, and must not be read as zeros.
+    """
+    context = tensorstore_utils.get_ts_context(use_ocdbt=ocdbt)
     limiter = limits.get_byte_limiter()
     return [
         type_handlers.ParamInfo(
             name=name,
             parent_dir=directory,
             path=directory / name,
-            is_ocdbt_checkpoint=True,
-            use_zarr3=True,
+            is_ocdbt_checkpoint=ocdbt,
+            use_zarr3=zarr3,
             byte_limiter=limiter,
             ts_context=context,
-            raise_array_data_missing_error=True,  # a chunk that is not there must not be read as zeros
+            raise_array_data_missing_error=every_chunk,
         )
         for name in names
     ]

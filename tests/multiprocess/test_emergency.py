@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
@@ -213,6 +214,22 @@ def test_hosts_that_changed_places_send_what_they_have(
 ) -> None:
     lose(wide_root, *lost)
     assert_exact(small_cluster.run(emergency.restore, wide_root, STATE, SWAPPED_HOSTS))
+
+
+@pytest.mark.parametrize(("lost", "fate"), [((), "it is taken from them"), ((2, 3), "it is used, because they do not")])
+def test_a_step_of_an_earlier_run_is_used_only_if_others_do_not_have_it(
+    small_cluster: lab.Cluster, wide_root: str, lost: tuple[int, ...], fate: str
+) -> None:
+    lose(wide_root, *lost, "persistent")
+    file = pathlib.Path(wide_root, "host1", "1", "_CHECKPOINT_METADATA")
+    metadata = json.loads(file.read_text())
+    metadata["init_timestamp_nsecs"] -= 3600 * 10**9
+    file.write_text(json.dumps(metadata))
+    results = small_cluster.run(emergency.restore, wide_root, STATE, TWO_HOSTS)
+    assert_exact(results)
+    lines = ["perhaps in another run; " + fate in "".join(result.lines) for result in results]
+    assert lines == [False, True, False, False]
+    assert (results[1].received > 0) == (not lost)
 
 
 def test_a_step_that_was_being_saved_counts_for_nothing(small_cluster: lab.Cluster, root: str) -> None:

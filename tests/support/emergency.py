@@ -24,6 +24,7 @@ from orbax.checkpoint.experimental.emergency import checkpoint_manager as emerge
 from orbax.checkpoint.path import step as step_lib
 
 import orbax_ext
+from orbax_ext.meeting.session import Session
 from orbax_ext.report.report import publish
 from orbax_ext.storage.checkpoint import digest_files
 from orbax_ext.transfer.collectives import Exchange
@@ -31,6 +32,8 @@ from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.transfer.relays import RelayExecutor
 from tests.support import fault_injection, states
 from tests.support.states import MeshSpec, P, Spec
+
+HANGING = 120.0  # seconds, longer than any restore waits
 
 ONE_HOST = MeshSpec((4, 2), ("dp", "tp"))  # 4 processes x 2 devices: a replica is one process
 TWO_HOSTS = MeshSpec((2, 4), ("dp", "tp"))  # a replica spans two processes
@@ -207,6 +210,38 @@ def restore_older(root: str, specs: Mapping[str, Spec], mesh: MeshSpec, step: in
         return error, states.differences(running.restore(older).state, specs, made, _first_seed(older))
 
 
+def restore_with_phases(root: str, specs: Mapping[str, Spec], mesh: MeshSpec) -> tuple[Restored, list[str]]:
+    """Returns a restore, and the meetings that it has held after all had arrived."""
+    phases: list[str] = []
+    meet = Session.meet
+
+    def note_and_meet(self: Session, phase: str, *args: Any) -> Any:
+        phases.append(phase)
+        return meet(self, phase, *args)
+
+    with mock.patch.object(Session, "meet", note_and_meet):
+        return restore(root, specs, mesh), phases
+
+
+@contextlib.contextmanager
+def storage_fails(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` where this process looks for a step in persistent storage."""
+    owner = type(step_lib.standard_name_format())
+    original = owner.find_step
+
+    def find_step(self: Any, base_path: Any, step: int) -> Any:
+        if "persistent" in os.fspath(base_path):
+            action()
+        return original(self, base_path, step)
+
+    with mock.patch.object(owner, "find_step", find_step):
+        yield
+
+
+def _refuse() -> None:
+    raise OSError("no route to storage")
+
+
 def listing_error() -> contextlib.AbstractContextManager[Any]:
     """Has the process fail to list its local steps."""
     return mock.patch.object(
@@ -236,6 +271,8 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "error while describing": fault_injection.error_while_describing,
     "listing error": listing_error,
     "exception in exchange": exception_in_exchange,
+    "storage refuses": lambda: storage_fails(_refuse),
+    "storage hangs": lambda: storage_fails(lambda: time.sleep(HANGING)),
     "late": fault_injection.slow_reads,
     "killed": lambda: fault_injection.signal_in_read(signal.SIGKILL),
 }

@@ -42,9 +42,17 @@ def test_a_failure_does_not_keep_others_from_their_turn() -> None:
     assert second() == "done"
 
 
-def test_nobody_waits_for_ever() -> None:
-    first, second, third = in_turn(lambda: None, 30), in_turn(lambda: "never", 0.05), in_turn(lambda: "done", 30)
-    with pytest.raises(TimeoutError, match="an earlier exchange of this process has not ended"):
-        second()
-    assert third() == "done"
+def test_nobody_waits_for_ever_and_nobody_overtakes() -> None:
+    done: list[str] = []
+    first = in_turn(lambda: done.append("first"), 30)
+    second, third = (in_turn(lambda: done.append("too early"), 0.05) for _ in range(2))
+    fourth = in_turn(lambda: done.append("fourth"), 30)
+    for late in (second, third):
+        with pytest.raises(TimeoutError, match="an earlier exchange of this process has not ended"):
+            late()
+    waiting = started(fourth)
+    waiting.join(0.1)
+    assert done == []  # the first one is still under way
     first()
+    waiting.join(30)
+    assert done == ["first", "fourth"]

@@ -73,3 +73,10 @@ def test_chunks_that_are_missing_are_no_zeros() -> None:
     (info,) = emergency.param_infos(epath.Path("/step/state"), ["a.b"])
     assert (info.name, info.raise_array_data_missing_error) == ("a.b", True)
     assert info.path == epath.Path("/step/state/a.b")
+    assert (info.is_ocdbt_checkpoint, info.use_zarr3) == (True, True)
+
+
+def test_arrays_may_be_stored_in_another_format() -> None:
+    how = {"ocdbt": False, "zarr3": False, "every_chunk": False}
+    (info,) = emergency.param_infos(epath.Path("/step/default"), ["a"], **how)
+    assert (info.is_ocdbt_checkpoint, info.use_zarr3, info.raise_array_data_missing_error) == (False, False, False)

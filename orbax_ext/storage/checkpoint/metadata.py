@@ -40,6 +40,7 @@ class SavedTree:
     leaves: tuple[TreeLeaf, ...]
     ocdbt: bool | None  # None where it is not recorded
     zarr3: bool | None
+    every_chunk: bool = False  # whether chunks that hold only the fill value are stored, too
 
 
 def parse_tree(text: str) -> SavedTree:
@@ -50,7 +51,8 @@ def parse_tree(text: str) -> SavedTree:
         value = entry["value_metadata"]
         path = tuple(str(key["key"]) for key in entry["key_metadata"])
         leaves.append(TreeLeaf(path, str(value["value_type"]), not value.get("skip_deserialize", False)))
-    return SavedTree(tuple(leaves), content.get("use_ocdbt"), content.get("use_zarr3"))
+    every_chunk = bool(content.get("store_array_data_equal_to_fill_value", False))
+    return SavedTree(tuple(leaves), content.get("use_ocdbt"), content.get("use_zarr3"), every_chunk)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,9 @@ def test_a_tree_is_its_leaves_by_path() -> None:
     tree = metadata.parse_tree(json.dumps({"tree_metadata": entries, "use_ocdbt": True, "of_a_later_release": 1}))
     assert tree.leaves == (TreeLeaf(("params", "0"), "jax.Array", True), TreeLeaf(("nothing",), "None", False))
     assert [saved.name for saved in tree.leaves] == ["params.0", "nothing"]
-    assert (tree.ocdbt, tree.zarr3) == (True, None)
+    assert (tree.ocdbt, tree.zarr3, tree.every_chunk) == (True, None, False)
+    text = json.dumps({"tree_metadata": entries, "use_zarr3": True, "store_array_data_equal_to_fill_value": True})
+    assert (metadata.parse_tree(text).zarr3, metadata.parse_tree(text).every_chunk) == (True, True)
 
 
 @pytest.mark.parametrize(
