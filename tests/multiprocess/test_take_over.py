@@ -27,6 +27,7 @@ MIB = 1 << 20
 SLOW_RATE = 2 * MIB  # bytes per second
 MESH = MeshSpec((4, 2), ("dp", "tp"))  # each process is a replica
 WIDE = MeshSpec((2, 4), ("dp", "tp"))  # two processes make a replica: 0 and 2 hold the same, and 1 and 3
+COPIES = MeshSpec((2, 2, 2), ("dp", "tp", "ep"))  # the same, but each process has two copies of what it holds
 STATE = {
     **{f"lane_{number}": Spec((512, 1024), "float32", P("tp")) for number in range(8)},  # whole, one for each replica
     **{f"cut_{number}": Spec((512, 2048), "bfloat16", P("tp")) for number in range(8)},  # cut among the replicas
@@ -119,6 +120,10 @@ SPREAD_WIDE = NOTHING | {
     "stall in both replicas": Trouble((1, 2), "stall", 0),
     "recovery of one of two that hold the same": Trouble((1, 3), "recovery", 1),
 }
+SPREAD_COPIES = NOTHING | {
+    "error on one of each two that hold the same": Trouble((0, 3), "error", 0),
+    "stall on one of each two that hold the same": Trouble((1, 2), "stall", 1),
+}
 SINGLE_WIDE = NOTHING | {
     "error of the reader and of the next one": Trouble((1, 2), "error", 0),
     "stall of the reader and of the next one": Trouble((0, 3), "stall", 0),
@@ -132,6 +137,7 @@ CASES = {
     "spread": ("spread", SPREAD, MESH),
     "spread, more": ("spread", SPREAD_MORE, MESH),
     "spread, wide": ("spread", SPREAD_WIDE, WIDE),
+    "spread, wide, copies": ("spread", SPREAD_COPIES, COPIES),
     "single": ("single", SINGLE, MESH),
     "single, more": ("single", SINGLE_MORE, MESH),
     "single, wide": ("single", SINGLE_WIDE, WIDE),
