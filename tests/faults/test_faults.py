@@ -309,3 +309,8 @@ def _check_soak(fault: str, rank: int, records: list[Record]) -> None:
 def _next_restore_works(arena: Arena) -> None:
     after = arena.ours.run(scenarios.healthy, arena.saved, "ours")
     assert [record.outcome for record in after] == ["restored"] * 4, [record.message for record in after]
+
+
+@pytest.mark.parametrize("release", table.load())
+def test_the_page_has_the_faults_that_are_tested(release: str) -> None:
+    assert {fault.name for fault in FAULTS} - {row.fault for row in table.load()[release]} == set()

@@ -11,22 +11,12 @@ from hypothesis import strategies as st
 
 from orbax_ext.plan import holders
 from orbax_ext.plan.holders import ABSENT, Columns, StoredChunks
-from orbax_ext.plan.leaves import Leaf
 from orbax_ext.plan.loads import fill, find_gaps
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import relay_traffic
+from tests.support.local_leaves import ONE_HOST, REPLICATED, SHARDED, TWO_HOSTS, columns_of, leaf
 
-# 4 processes x 2 devices.
-ONE_HOST = MeshInfo(("dp", "tp"), (4, 2), (0, 0, 1, 1, 2, 2, 3, 3))
-TWO_HOSTS = MeshInfo(("dp", "tp"), (2, 4), (0, 0, 1, 1, 2, 2, 3, 3))
-
-SHARDED, REPLICATED = (("tp",), ()), ((), ())
 GROUP = 1 << 20
-
-
-def leaf(mesh: MeshInfo, spec: tuple[tuple[str, ...], ...] = SHARDED, rows: int = 8, width: int = 8) -> Leaf:
-    parts = mesh.sizes["tp"] if spec == SHARDED else 1
-    return Leaf("leaf", (rows, width), "float32", 4, (rows // parts, width), mesh=0, spec=spec)
 
 
 def test_one_device_of_each_process_receives_what_several_need() -> None:
@@ -104,10 +94,6 @@ def test_senders_of_many_leaves_send_as_much_as_each_other() -> None:
     assert max(group.device_bytes for group in plan.groups) <= 4 << 20
     schedules = [group.moves for group in plan.groups]
     assert [moves for moves, _ in itertools.groupby(schedules)] == list(dict.fromkeys(schedules))  # compiled once
-
-
-def columns_of(count: int, columns: Columns) -> dict[int, Columns]:
-    return dict.fromkeys(range(count), columns)
 
 
 def test_small_leaves_with_the_same_holders_travel_as_one_vector() -> None:

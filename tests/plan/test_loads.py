@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orbax_ext.plan.holders import ABSENT, Columns, Loaded
 from orbax_ext.plan.loads import Gaps, deal, deal_all, fill, find_gaps
 from orbax_ext.plan.topology import MeshInfo
-from tests.plan.test_holders import REPLICATED, SHARDED, TWO_HOSTS, columns_of, leaf
+from tests.support.local_leaves import REPLICATED, SHARDED, TWO_HOSTS, columns_of, leaf
 
 # 4 processes x 1 device that needs a block of its own.
 EACH_ITS_OWN = MeshInfo(("dp", "tp"), (1, 4), (0, 1, 2, 3))
