@@ -30,10 +30,18 @@ def team(small_cluster: lab.Cluster) -> lab.Cluster:
     return small_cluster
 
 
-@pytest.fixture
-def steps(team: lab.Cluster, path: str) -> str:
-    """A directory with steps 1, 2 and 3."""
+@pytest.fixture(scope="module")
+def saved_steps(team: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with steps 1, 2 and 3, saved once. No test may write to it."""
+    path = str(tmp_path_factory.mktemp("steps") / "checkpoint")
     team.run(save_steps, path, [1, 2, 3])
+    return path
+
+
+@pytest.fixture
+def steps(saved_steps: str, path: str) -> str:
+    """A directory of the test's own with steps 1, 2 and 3."""
+    shutil.copytree(saved_steps, path)
     return path
 
 
