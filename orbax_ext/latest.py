@@ -53,8 +53,8 @@ def restore_latest_valid(
       manager: A `CheckpointManager`.
       args: The `args` of `manager.restore`.
       steps: The steps to try, in this order; by default all steps that process 0 sees, newest first.
-      stall_timeout: Seconds without progress of any process after which the exchange of outcomes is given up. The
-        attempts themselves have the limits of the registered handler.
+      stall_timeout: Seconds without progress of any process after which the exchange of outcomes is given up, and
+        seconds that listing the steps may take. The attempts themselves have the limits of the registered handler.
       timeout: Seconds in all that one exchange of outcomes may take.
       **restore_kwargs: Passed on to `manager.restore`.
 
