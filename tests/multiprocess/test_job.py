@@ -123,13 +123,24 @@ class Job(stateful.RuleBasedStateMachine):
     def restore(self, step: int) -> None:
         outcomes = self.cluster.outcomes(job.restore, step)
         if self._fails(step):
-            assert {outcome.state for outcome in outcomes} == {"raised"}, outcomes
-            return
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.ok, str(outcome)
-            ours, digests = outcome.value
-            assert ours == self.registered
-            assert digests == self._digests(step, rank)
+            self._check_failures(outcomes)
+        else:
+            self._check_restored(step, outcomes)
+
+    @stateful.precondition(lambda self: self.registered)
+    @stateful.rule(step=steps, number=st.integers(0, 20))
+    def restore_while_one_file_is_cut(self, step: int, number: int) -> None:
+        """Plain Orbax fails on the processes that need the file only, and the others wait for them."""
+        files = sorted(self._array_files(step))
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        outcomes = self.cluster.outcomes(job.restore, step)
+        file.write_bytes(content)
+        if not self._fails(step) and all(outcome.ok for outcome in outcomes):  # no leaf is in that file
+            self._check_restored(step, outcomes)
+        else:
+            self._check_failures(outcomes)
 
     @stateful.rule()
     def restore_latest_valid(self) -> None:
@@ -185,6 +196,20 @@ class Job(stateful.RuleBasedStateMachine):
             for file in (item / name).rglob("*")
             if file.name[0].isdigit() or file.name == "c"
         ]
+
+    def _check_restored(self, step: int, outcomes: list[lab.Outcome]) -> None:
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.ok, str(outcome)
+            ours, digests = outcome.value
+            assert ours == self.registered
+            assert digests == self._digests(step, rank)
+
+    def _check_failures(self, outcomes: list[lab.Outcome]) -> None:
+        assert {outcome.state for outcome in outcomes} == {"raised"}, outcomes
+        if self.registered:
+            texts = {str(outcome.failure) for outcome in outcomes}
+            assert len(texts) == 1, texts
+            assert "RestoreTimeoutError" not in texts.pop()
 
     def _fails(self, step: int) -> bool:
         known = self.disk[step]
