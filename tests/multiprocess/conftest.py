@@ -12,7 +12,7 @@ from tests.support import late_reader, states
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves tests of a late reader to the end; `_begin_late_restores` starts their restores first."""
+    """Moves tests of a late reader to the end; `late_restores` starts their restores first."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # else another worker runs tests while they wait
         items.sort(key=lambda item: bool(_late_restores(item)))
 
@@ -20,8 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _begin_late_restores(request: pytest.FixtureRequest) -> None:
     """Starts the restores that mostly wait, so that other tests run meanwhile."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # another worker runs tests meanwhile
-        return
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else another worker runs tests meanwhile
+        request.getfixturevalue("late_restores")
+
+
+@pytest.fixture(scope="session")
+def late_restores(request: pytest.FixtureRequest) -> None:
+    """Starts those of the restores with a late reader that tests need, so that they wait at the same time."""
     for name in sorted({name for item in request.session.items for name in _late_restores(item)}):
         request.getfixturevalue(name)
 
@@ -58,7 +63,14 @@ def cluster() -> Iterator[lab.Cluster]:
 
 @pytest.fixture(scope="session")
 def small_cluster() -> Iterator[lab.Cluster]:
-    """4 processes x 2 devices, for tests that do not need more. Their memory can be measured."""
+    """4 processes x 2 devices, for tests that do not need more."""
+    with lab.Cluster(processes=4, devices=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def measured_cluster() -> Iterator[lab.Cluster]:
+    """4 processes x 2 devices whose memory can be measured. Everything else is faster on `small_cluster`."""
     # glibc returns every freed block of that size to the system. By default it keeps blocks of up to 32 MiB, so that
     # the peak of a restore would depend on what ran before it.
     with lab.Cluster(processes=4, devices=2, env={"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}) as running:

@@ -6,6 +6,8 @@ import pytest
 
 from orbax_ext import lab
 
+pytestmark = pytest.mark.usefixtures("late_restores")
+
 TIMED_OUT = "Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out"
 
 

@@ -44,8 +44,8 @@ def small(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
-def test_a_restore_needs_one_state_instead_of_two(small_cluster: lab.Cluster, kept: str) -> None:
-    for grown, kept_both in small_cluster.run(measure, kept):
+def test_a_restore_needs_one_state_instead_of_two(measured_cluster: lab.Cluster, kept: str) -> None:
+    for grown, kept_both in measured_cluster.run(measure, kept):
         saved = {strategy: kept_both[strategy] - grown[strategy] for strategy in STRATEGIES}
         assert all(saved[strategy] > 0.6 * STATE_BYTES for strategy in STRATEGIES), (grown, kept_both)
         assert all(grown[strategy] < DEVICES * LIMIT + SLACK for strategy in STRATEGIES), grown
