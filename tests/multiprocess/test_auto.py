@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -70,12 +71,14 @@ def layers(small_cluster: lab.Cluster, tmp_path_factory: pytest.TempPathFactory)
 SLOW_STORAGE, SLOW_FABRIC, BOTH = Pace(2.0, 0.0), Pace(0.0, 0.8), Pace(0.3, 0.3)
 
 
+@pytest.mark.once
 def test_slow_storage_makes_it_spread(small_cluster: lab.Cluster, layers: str) -> None:
     for groups, unused in small_cluster.run(restore_at, layers, SLOW_STORAGE):
         assert groups == ["exchange"] * 8
         assert unused == 0
 
 
+@pytest.mark.once
 def test_a_slow_fabric_makes_it_direct_after_the_first_exchange(small_cluster: lab.Cluster, layers: str) -> None:
     (first, _), *others = results = small_cluster.run(restore_at, layers, Pace(0.0, 3.0))
     assert [groups for groups, _ in others] == [first] * 3  # all processes decide the same
@@ -89,6 +92,7 @@ def test_storage_and_fabric_share_the_work_if_they_are_alike(small_cluster: lab.
         assert groups == sorted(groups, reverse=True)  # the front travels
 
 
+@pytest.mark.once
 def test_nothing_is_connected_if_all_is_read_before_programs_are_compiled(
     small_cluster: lab.Cluster, layers: str
 ) -> None:
@@ -97,6 +101,7 @@ def test_nothing_is_connected_if_all_is_read_before_programs_are_compiled(
         assert "connect" not in [span.phase for span in report.spans]
 
 
+@pytest.mark.once
 def test_one_group_is_read_for_nothing_if_nothing_is_exchanged_between_two_replicas(
     small_cluster: lab.Cluster, path: str
 ) -> None:
@@ -109,6 +114,7 @@ def test_one_group_is_read_for_nothing_if_nothing_is_exchanged_between_two_repli
         assert report.bytes_unused == 8 * MIB  # a process reads the share of every other group
 
 
+@pytest.mark.once
 def test_it_exchanges_until_the_fabric_becomes_slow(small_cluster: lab.Cluster, layers: str) -> None:
     later = Change("start_exchange", 3, SLOW_FABRIC)
     first, *others = [groups for groups, _ in small_cluster.run(restore_at, layers, Pace(1.0, 0.0), later)]
@@ -117,6 +123,7 @@ def test_it_exchanges_until_the_fabric_becomes_slow(small_cluster: lab.Cluster, 
     assert first == sorted(first, reverse=True)
 
 
+@pytest.mark.once
 def test_it_reads_directly_until_storage_becomes_slow(small_cluster: lab.Cluster, layers: str) -> None:
     later = Change("read_whole", 1, Pace(6.0, 0.0))
     first, *others = [groups for groups, _ in small_cluster.run(restore_at, layers, Pace(0.0, 3.0), later)]
@@ -126,23 +133,27 @@ def test_it_reads_directly_until_storage_becomes_slow(small_cluster: lab.Cluster
     assert first == sorted(first, reverse=True)
 
 
+@pytest.mark.once
 def test_one_process_with_slow_storage_keeps_all_from_reading_directly(small_cluster: lab.Cluster, layers: str) -> None:
     for groups, _ in small_cluster.run(restore_at, layers, SLOW_FABRIC, slow=(2, Pace(3.0, 0.0))):
         assert groups.count("direct") <= 2
 
 
+@pytest.mark.once
 def test_leaves_that_never_travel_are_read_before_groups_from_the_back(small_cluster: lab.Cluster, path: str) -> None:
     small_cluster.run(states.save, path, SHARDED_MOMENTS, MESH)
     for others, from_the_back in small_cluster.run(restore_sharded_moments, path):
         assert others <= min(from_the_back)
 
 
+@pytest.mark.once
 def test_slices_of_one_leaf_arrive_from_both_ends(small_cluster: lab.Cluster, path: str) -> None:
     small_cluster.run(save_in_chunks, path)
     for groups, _ in small_cluster.run(restore_at, path, BOTH, state=SLICED):
         assert {"exchange", "direct"} == set(groups)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("end", ["read", "read_whole"])
 def test_a_read_error_at_either_end_is_raised_by_all_if_readers_are_strict(
     small_cluster: lab.Cluster, layers: str, end: str
@@ -152,6 +163,7 @@ def test_a_read_error_at_either_end_is_raised_by_all_if_readers_are_strict(
         assert "OSError: the disk is gone" in str(outcome)
 
 
+@pytest.mark.once
 def test_processes_may_have_different_numbers_of_devices(small_cluster: lab.Cluster, layers: str) -> None:
     uneven = MeshSpec((3, 2), ("dp", "tp"), devices=(0, 1, 2, 3, 4, 6))  # of the four processes: two, two, one and one
     first, *others = [groups for groups, _ in small_cluster.run(restore_at, layers, BOTH, mesh=uneven)]
@@ -174,11 +186,11 @@ def test_array_metadata_is_read_once_for_all_groups(small_cluster: lab.Cluster, 
 
 
 @pytest.mark.parametrize("strategy", [*states.STRATEGIES, "auto"])
-def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: str, strategy: str) -> None:
+def test_memory_growth_keeps_to_the_limit(measured_cluster: lab.Cluster, layers: str, strategy: str) -> None:
     knobs = {"strategy": strategy, "replica_axis": "dp", "stall_timeout": 60}
 
     def growths(limit: int) -> list[int]:
-        return small_cluster.run(restore_and_measure, layers, {**knobs, "broadcast_memory_limit_bytes": limit})
+        return measured_cluster.run(restore_and_measure, layers, {**knobs, "broadcast_memory_limit_bytes": limit})
 
     slack = 32 * MIB  # for the allocator
     bound = HOST_BYTES + 2 * 16 * MIB + slack
@@ -192,8 +204,10 @@ def test_memory_growth_keeps_to_the_limit(small_cluster: lab.Cluster, layers: st
         assert max(loose) > bound, f"bytes on each process without a limit: {loose}; more than {bound}"
 
 
-def test_memory_growth_keeps_to_the_limit_while_both_ends_are_at_work(small_cluster: lab.Cluster, layers: str) -> None:
-    for growth, groups in small_cluster.run(restore_from_both_ends_and_measure, layers):
+def test_memory_growth_keeps_to_the_limit_while_both_ends_are_at_work(
+    measured_cluster: lab.Cluster, layers: str
+) -> None:
+    for growth, groups in measured_cluster.run(restore_from_both_ends_and_measure, layers):
         assert set(groups) == {"exchange", "direct"}
         assert growth <= HOST_BYTES + 2 * 24 * MIB + 32 * MIB  # on two devices; the rest is for the allocator
 
@@ -280,13 +294,22 @@ def ends_of(report: Any) -> list[str]:
 
 
 def restore_with_a_slow_compiler(path: str, mesh: MeshSpec = MESH) -> tuple[list[str], ProcessReport]:
-    compile_all = Executor.compile
+    """Restores with programs that are compiled once all groups have been read directly."""
+    compile_all, read_whole, read = Executor.compile, Executor.read_whole, 0
+
+    async def read_and_count(*args: Any) -> Any:
+        nonlocal read
+        arrays = await read_whole(*args)
+        read += 1
+        return arrays
 
     async def slowly(self: Executor, groups: Any) -> None:
-        await asyncio.sleep(10)
+        deadline = time.monotonic() + 60
+        while read < len(STATE) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         await compile_all(self, groups)
 
-    with mock.patch.object(Executor, "compile", slowly):
+    with mock.patch.object(Executor, "compile", slowly), mock.patch.object(Executor, "read_whole", read_and_count):
         knobs = {"strategy": "auto", "broadcast_memory_limit_bytes": 24 * MIB, "late_seconds": math.inf}
         report = states.restore_exactly(path, knobs, STATE, mesh)
     return ends_of(report), report.own

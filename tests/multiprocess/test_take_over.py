@@ -17,6 +17,7 @@ import pytest
 
 import orbax_ext
 from orbax_ext import lab
+from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer import collectives, own_reads
 from orbax_ext.transfer.executor import Executor
 from tests.support import states
@@ -67,33 +68,41 @@ SPREAD_MORE = NOTHING | {
     "stall of three": Trouble((1, 2, 3), "stall", 1),
     "error on two": Trouble((0, 2), "error", 1, 1),
 }
-SINGLE = NOTHING | {
+SINGLE_ALL = {
     f"{kind} at {step}": Trouble((0,), kind, first, 1 if kind == "delay" else 1000)
     for kind in ("delay", "stall", "error")
     for step, first in STEPS.items()
 }
+SINGLE = NOTHING | {name: SINGLE_ALL.pop(name) for name in ("stall at later", "error at last")}
+SINGLE_MORE = NOTHING | SINGLE_ALL
 # Which groups a process reads how depends on what `auto` measures: "both" counts all of them.
 AUTO = NOTHING | {
+    "stall of all": Trouble((1,), "stall", 0, end="both"),
+    "error later": Trouble((2,), "error", 1, end="both"),
+}
+AUTO_MORE = NOTHING | {
     "delay at first": Trouble((3,), "delay", 0, 1),
     "delay later": Trouble((2,), "delay", 1, 1, end="both"),
     "stall at first": Trouble((2,), "stall", 0),
     "stall later": Trouble((0,), "stall", 1, end="both"),
     "error at first": Trouble((1,), "error", 0),
-    "error later": Trouble((2,), "error", 1, end="both"),
     "delay of direct reads": Trouble((1,), "delay", 0, 1, end="read_whole"),
     "stall of direct reads": Trouble((2,), "stall", 0, end="read_whole"),
     "error of direct reads": Trouble((3,), "error", 0, end="read_whole"),
-    "stall of all": Trouble((1,), "stall", 0, end="both"),
 }
 CASES = {
     "spread": ("spread", SPREAD),
     "spread, more": ("spread", SPREAD_MORE),
     "single": ("single", SINGLE),
+    "single, more": ("single", SINGLE_MORE),
     "auto": ("auto", AUTO),
+    "auto, more": ("auto", AUTO_MORE),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.once if "more" in case else ()) for case in CASES]
+)
 def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_state: str, case: str) -> None:
     strategy, scenarios = CASES[case]
     found = small_cluster.run(restore_in, saved_state, strategy, scenarios)
@@ -107,7 +116,9 @@ def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_stat
             assert {(rank, expected) for rank in trouble.ranks} <= taken_over, name
 
 
-@pytest.mark.parametrize("strategy", ["spread", "single", "auto"])
+@pytest.mark.parametrize(
+    "strategy", ["spread", *(pytest.param(other, marks=pytest.mark.once) for other in ("single", "auto"))]
+)
 def test_nobody_takes_over_leaves_that_never_travel(
     small_cluster: lab.Cluster, saved_state: str, strategy: str
 ) -> None:
@@ -121,6 +132,7 @@ def test_nobody_takes_over_leaves_that_never_travel(
             assert "the disk is gone" in message or kind != "error"
 
 
+@pytest.mark.once
 def test_a_late_process_may_not_have_compiled_what_it_takes_part_in(
     small_cluster: lab.Cluster, saved_state: str
 ) -> None:
@@ -129,6 +141,7 @@ def test_a_late_process_may_not_have_compiled_what_it_takes_part_in(
     assert (2, "late") in found[0]
 
 
+@pytest.mark.once
 def test_the_error_names_all_who_have_tried(small_cluster: lab.Cluster, saved_state: str) -> None:
     troubles = Trouble((0,), "error"), Trouble((1, 2, 3), "stall")
     for message in small_cluster.run(failure_in, saved_state, "single", *troubles):
@@ -138,6 +151,7 @@ def test_the_error_names_all_who_have_tried(small_cluster: lab.Cluster, saved_st
             assert f"process {process} (" in message
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("strategy", "slow"), [("single", 0), ("spread", 2)])
 def test_a_slow_host_is_dealt_less(small_cluster: lab.Cluster, saved_state: str, strategy: str, slow: int) -> None:
     planned = small_cluster.run(restore_with_slow_host, saved_state, strategy, None)[0]
@@ -206,14 +220,21 @@ def restore_with_slow_host(path: str, strategy: str, slow: int | None) -> list[i
 def restore_with_slow_compiler(path: str, slow: int) -> list[tuple[int, str]]:
     """Restores with nothing compiled, and one process that reads late and compiles later; returns who was late."""
     collectives.exchange_among.cache_clear()
-    original = Executor.compile
+    original, note = Executor.compile, Recorder.took_over
+    taken_over = threading.Event()
 
     async def compile(self: Executor, groups: Any) -> None:
-        await asyncio.sleep(8 if jax.process_index() == slow else 0)
+        if jax.process_index() == slow:
+            await asyncio.to_thread(taken_over.wait, 60)
         await original(self, groups)
 
+    def note_and_tell(*args: Any) -> None:
+        note(*args)
+        taken_over.set()
+
     knobs = {"strategy": "spread", "replica_axis": "dp", "late_seconds": 0.5}
-    with mock.patch.object(Executor, "compile", compile), troubled("spread", Trouble((slow,), "stall", 0, 1)):
+    noted = mock.patch.object(Recorder, "took_over", note_and_tell)
+    with noted, mock.patch.object(Executor, "compile", compile), troubled("spread", Trouble((slow,), "stall", 0, 1)):
         report = states.restore_exactly(path, knobs, STATE, MESH)
     return [(one.process, one.why) for one in report.take_overs]
 
