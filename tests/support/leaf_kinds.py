@@ -299,14 +299,14 @@ def restore_to_some_processes(path: str, knobs: dict[str, Any]) -> tuple[str, bo
 
 
 def compare(path: str, name: str, all_knobs: list[dict[str, Any]]) -> list[plain_orbax.Comparison]:
-    """Saves a case's tree with plain Orbax, and compares plain Orbax and orbax_ext once for each set of knobs."""
+    """Saves a case's tree with plain Orbax, and compares orbax_ext, with each set of knobs, and plain Orbax."""
     built = _save(path, name)
 
     def restore() -> Any:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(path, args=_args(built.wanted))
 
-    return [plain_orbax.compare(restore, knobs) for knobs in all_knobs]
+    return plain_orbax.compare_each(restore, all_knobs)
 
 
 def _save(path: str, name: str) -> Case:

@@ -25,7 +25,22 @@ class Comparison:
 
 def compare(restore: Callable[[], Any], knobs: Mapping[str, Any], ours: Callable[[], Any] | None = None) -> Comparison:
     """Restores with plain Orbax, then with orbax_ext registered or with `ours` if given, and compares the results."""
-    plain_tree, plain_error = _outcome(restore)
+    return _compare_with(_outcome(restore), restore, knobs, ours)
+
+
+def compare_each(restore: Callable[[], Any], all_knobs: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Restores with plain Orbax once, then with orbax_ext for each set of knobs, and compares the results."""
+    plain = _outcome(restore)
+    return [_compare_with(plain, restore, knobs) for knobs in all_knobs]
+
+
+def _compare_with(
+    plain: tuple[Any, Exception | None],
+    restore: Callable[[], Any],
+    knobs: Mapping[str, Any],
+    ours: Callable[[], Any] | None = None,
+) -> Comparison:
+    plain_tree, plain_error = plain
     publish(None)  # the report of an earlier restore would hide that orbax_ext was not used
     if ours is not None:
         our_tree, our_error = _outcome(ours)
