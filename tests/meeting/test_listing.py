@@ -28,6 +28,10 @@ def test_an_error_keeps_its_built_in_type() -> None:
 
 
 def test_silent_storage_is_an_error() -> None:
+    def wait() -> list[int]:
+        time.sleep(60)
+        return []
+
     with pytest.raises(TimeoutError, match=r"could not list steps within 0\.9 s") as caught:
-        listing.from_process_0(lambda: [time.sleep(60)], Limits(1))
+        listing.from_process_0(wait, Limits(1))
     assert isinstance(caught.value, errors.RestoreFailedError)
