@@ -148,7 +148,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.once if "more" in case else ()) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.once if "more" in case or "copies" in case else ()) for case in CASES]
 )
 def test_others_read_in_place_of_a_reader(small_cluster: lab.Cluster, saved_state: str, case: str) -> None:
     strategy, scenarios, mesh = CASES[case]
