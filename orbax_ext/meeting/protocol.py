@@ -96,8 +96,7 @@ class Member:
         self.phase = "arrive"
         self.hosts: dict[int, str] = {}
         self.last: int | None = None  # the last to arrive at the latest meeting
-        self.late = 0  # how many processes were late, this one included, when it was asked to come
-        self.next = 0  # the meeting that this process is at, or will go to next; 0 is the arrival
+        self.next, self.late = 0, 0  # the meeting it is at or goes to next, 0: the arrival; how many are late there
         self.now = self._started = now
         self._stood_still = 0.0
         self.deadline = math.inf if limits.total is None else now + limits.total
@@ -255,10 +254,8 @@ class Member:
             if ERROR in ((yield from self.call(Get(session.outcome(self.next)))) or {}):
                 return Word.FAILED
         if may_ask and self.now - self._began > self.limits.patience:  # most work ends before the others might ask
-            asked = yield from self.call(Get(session.asked(self.next)))
-            if asked is not None:
-                self.late = asked["late"]
-                return Word.ASKED
+            self.late = ((yield from self.call(Get(session.asked(self.next)))) or {}).get("late", 0)
+            return Word.ASKED if self.late else Word.NONE
         return Word.NONE
 
     def hand_in(self, mine: str) -> Generator[Action, Moment, dict[int, str]]:

@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         "a process that is asked does not look",
         "protocol",
-        "asked = yield from self.call(Get(session.asked(self.next)))",
-        "asked = None",
+        'self.late = ((yield from self.call(Get(session.asked(self.next)))) or {}).get("late", 0)',
+        "self.late = 0",
         seed=96,
     ),
     Mutation(
