@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.faults import table
-from tests.faults.test_faults import FAULTS
 
 pytestmark = pytest.mark.once
 
