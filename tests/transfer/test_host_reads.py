@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -13,11 +14,16 @@ pytestmark = pytest.mark.once
 PATIENCE = 30.0  # seconds
 
 
-def our_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("orbax_ext")]
+@pytest.fixture
+def our_threads() -> Callable[[], list[threading.Thread]]:
+    """Returns the threads that have been started since the test began; another test may have left one."""
+    before = {*threading.enumerate()}
+    return lambda: [one for one in threading.enumerate() if one.name.startswith("orbax_ext") and one not in before]
 
 
-def test_stopping_ends_the_compiling_too_and_the_interpreter_does_not_wait_for_it() -> None:
+def test_stopping_ends_the_compiling_too_and_the_interpreter_does_not_wait_for_it(
+    our_threads: Callable[[], list[threading.Thread]],
+) -> None:
     compiling, compiled, given_up = threading.Event(), [], []
 
     def compile_programs(stop: threading.Event) -> None:
@@ -38,7 +44,9 @@ def test_stopping_ends_the_compiling_too_and_the_interpreter_does_not_wait_for_i
     assert our_threads() == []
 
 
-def test_what_compiles_for_long_is_not_waited_for_with_what_reads() -> None:
+def test_what_compiles_for_long_is_not_waited_for_with_what_reads(
+    our_threads: Callable[[], list[threading.Thread]],
+) -> None:
     """A restore that has read all directly does not need the programs of the exchange."""
     compiling, compiled = threading.Event(), threading.Event()
 
