@@ -14,9 +14,6 @@ _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_TO_COMPILE}".strip()
 compilation_cache.use()
 
-# Each process of a cluster would import these.
-os.environ["ORBAX_EXT_LAB_FORK_PRELOAD"] = "orbax_ext.handler orbax_ext.registration tests.support.states"
-
 # A shell makes what it starts in the background ignore Ctrl-C, and children would inherit that: some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

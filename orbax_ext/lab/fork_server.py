@@ -7,7 +7,6 @@ is a socket to the parent; it ends when the parent closes the socket or ends.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -17,7 +16,6 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
 from typing import NoReturn
 
 from orbax_ext.lab import worker
@@ -30,7 +28,6 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends the processes
     for module in _PRELOADED:
         importlib.import_module(module)
-    _import_more(os.environ.get("ORBAX_EXT_LAB_FORK_PRELOAD", "").split())
     gc.freeze()  # the forked processes need not visit, and so copy, what is here already
     requests = socket.socket(fileno=fd)
     while True:
@@ -50,18 +47,6 @@ def main(fd: int) -> None:
             pid, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         requests.send(pickle.dumps(answer))
-
-
-def _import_more(names: Sequence[str]) -> None:
-    """Imports modules that exist here; none of them may make JAX's backends, whose threads a fork would lose."""
-    for name in names:
-        with contextlib.suppress(ImportError):  # the processes import them too, and say what is wrong
-            importlib.import_module(name)
-    if names:
-        from orbax_ext.upstream import runtime
-
-        if runtime.has_backends():
-            raise RuntimeError(f"Importing one of {', '.join(names)} has made JAX's backends.")
 
 
 def _fork() -> int:

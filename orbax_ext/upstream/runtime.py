@@ -9,16 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import array as array_lib
-from jax._src import config, core, distributed, xla_bridge
+from jax._src import config, core, distributed
 from jax._src.lib import _jax
 from orbax.checkpoint._src.multihost import multihost
 
 sync_global_processes = multihost.sync_global_processes
-
-
-def has_backends() -> bool:
-    """Returns whether this process has made JAX's backends, which it does when it first needs a device."""
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def coordination_client() -> Any:

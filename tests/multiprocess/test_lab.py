@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pathlib
 import random
@@ -46,20 +45,6 @@ def test_processes_are_forked_unless_jax_must_be_imported_again(pair: lab.Cluste
     assert (x64, mine) == (True, None)
     with lab.Cluster(1, command_prefix=lambda rank: ("env", "MINE=2")) as other:
         assert other.run(describe) == [(os.getpid(), False, "2", False)]
-
-
-@pytest.mark.parametrize("uses_devices", [False, True])
-def test_modules_are_imported_before_processes_are_forked_unless_they_use_devices(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, uses_devices: bool
-) -> None:
-    use = "import jax; jax.devices()" if uses_devices else ""
-    (tmp_path / "shared_module.py").write_text(f"import os; PROCESS = os.getpid(); {use}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("ORBAX_EXT_LAB_FORK_PRELOAD", "no_such_module shared_module")
-    with lab.ForkServers() as servers, lab.Cluster(1, command_prefix=lambda _: ("env",), fork_servers=servers) as other:
-        ((process, parent, imported),) = other.run(describe_shared_module)
-    assert imported == (process if uses_devices else parent)
-    assert (parent == os.getpid()) == uses_devices
 
 
 def test_forked_processes_draw_different_numbers(pair: lab.Cluster) -> None:
@@ -179,11 +164,6 @@ def describe() -> tuple[int, bool, str | None, bool]:
     import jax
 
     return os.getppid(), jax.config.jax_enable_x64, os.environ.get("MINE"), {"colorsys", "wave"} <= sys.modules.keys()
-
-
-def describe_shared_module() -> tuple[int, int, int]:
-    """Returns this process, its parent, and the process that has imported the module."""
-    return os.getpid(), os.getppid(), importlib.import_module("shared_module").PROCESS
 
 
 def draw() -> tuple[float, float]:
