@@ -26,6 +26,7 @@ MIB = 1 << 20
 SLOW_RATE = 2 * MIB  # bytes per second
 MESH = MeshSpec((4, 2), ("dp", "tp"))  # each process is a replica
 WIDE = MeshSpec((2, 4), ("dp", "tp"))  # two processes make a replica: 0 and 2 hold the same, and 1 and 3
+COPIES = MeshSpec((2, 2, 2), ("dp", "tp", "ep"))  # the same, but each process has two copies of what it holds
 STATE = {
     **{f"lane_{number}": Spec((512, 1024), "float32", P("tp")) for number in range(8)},  # whole, one for each replica
     **{f"cut_{number}": Spec((512, 2048), "bfloat16", P("tp")) for number in range(8)},  # cut among the replicas
@@ -123,6 +124,10 @@ AUTO_WIDE = NOTHING | {
     "error of direct reads in both replicas": Trouble((1, 2), "error", 0, end="read_whole"),
     "stall in both replicas": Trouble((1, 2), "stall", 1, end="both"),
 }
+AUTO_COPIES = NOTHING | {
+    "error on one of each two that hold the same": Trouble((0, 3), "error", 0, end="both"),
+    "stall on one of each two that hold the same": Trouble((1, 2), "stall", 0, end="both"),
+}
 CASES = {
     "spread": ("spread", SPREAD, MESH),
     "spread, more": ("spread", SPREAD_MORE, MESH),
@@ -131,6 +136,7 @@ CASES = {
     "single, wide": ("single", SINGLE_WIDE, WIDE),
     "auto": ("auto", AUTO, MESH),
     "auto, wide": ("auto", AUTO_WIDE, WIDE),
+    "auto, wide, copies": ("auto", AUTO_COPIES, COPIES),
 }
 
 
