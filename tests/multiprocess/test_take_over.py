@@ -133,6 +133,10 @@ AUTO_WIDE = NOTHING | {
     "error of direct reads in both replicas": Trouble((1, 2), "error", 0, end="read_whole"),
     "stall in both replicas": Trouble((1, 2), "stall", 1, end="both"),
 }
+AUTO_COPIES = NOTHING | {
+    "error on one of each two that hold the same": Trouble((0, 3), "error", 0, end="both"),
+    "stall on one of each two that hold the same": Trouble((1, 2), "stall", 0, end="both"),
+}
 CASES = {
     "spread": ("spread", SPREAD, MESH),
     "spread, more": ("spread", SPREAD_MORE, MESH),
@@ -144,6 +148,7 @@ CASES = {
     "auto": ("auto", AUTO, MESH),
     "auto, more": ("auto", AUTO_MORE, MESH),
     "auto, wide": ("auto", AUTO_WIDE, WIDE),
+    "auto, wide, copies": ("auto", AUTO_COPIES, COPIES),
 }
 
 
