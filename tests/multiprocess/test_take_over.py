@@ -120,10 +120,6 @@ SPREAD_WIDE = NOTHING | {
     "stall in both replicas": Trouble((1, 2), "stall", 0),
     "recovery of one of two that hold the same": Trouble((1, 3), "recovery", 1),
 }
-SPREAD_COPIES = NOTHING | {
-    "error on one of each two that hold the same": Trouble((0, 3), "error", 0),
-    "stall on one of each two that hold the same": Trouble((1, 2), "stall", 1),
-}
 SINGLE_WIDE = NOTHING | {
     "error of the reader and of the next one": Trouble((1, 2), "error", 0),
     "stall of the reader and of the next one": Trouble((0, 3), "stall", 0),
@@ -141,7 +137,6 @@ CASES = {
     "spread": ("spread", SPREAD, MESH),
     "spread, more": ("spread", SPREAD_MORE, MESH),
     "spread, wide": ("spread", SPREAD_WIDE, WIDE),
-    "spread, wide, copies": ("spread", SPREAD_COPIES, COPIES),
     "single": ("single", SINGLE, MESH),
     "single, more": ("single", SINGLE_MORE, MESH),
     "single, wide": ("single", SINGLE_WIDE, WIDE),
