@@ -250,8 +250,9 @@ class _HostRestore:
         leaves = self.request.leaves
         self.strategy |= {leaves[index].name: "local: every host has it" for index in plan.complete}
         for index in (index for group in plan.groups for index in group.leaves):
-            gap = " and storage" if index in gaps.blocks else ""
-            self.strategy[leaves[index].name] = f"local: from the hosts that have it{gap}"
+            self.strategy[leaves[index].name] = "local: from the hosts that have it"
+        for index in gaps.blocks:
+            self.strategy[leaves[index].name] = "local: from the hosts that have it and storage"
         self.strategy |= {leaves[index].name: "storage: no host has it" for index in sorted(gaps.leaves)}
         self.traffic += relay_traffic(plan.groups, self.tables, leaves, jax.process_index())
         # For the progress: every process reads for itself what it has.

@@ -150,6 +150,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             with Pipeline(self, request, plan, recorder, self.options, arrived, agreed) as pipeline:
                 if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
+                    await session.together("begin", taking().come())
                     await session.together("connect", pipeline.connect())
                 while not pipeline.done:
                     # 5. Read. Group k+1 is read while group k travels.

@@ -24,7 +24,7 @@ class AgreedExchange:
     number: int  # of the group, for the report
     contributions: list[DeviceBlocks] | None  # of this process; None: zeros
     meet_after: float | None  # seconds after its beginning when all may meet for the next one; None: when it has ended
-    already: frozenset[int] = frozenset()  # leaves that this process has read directly; others lack them
+    already: Callable[[], frozenset[int]] = frozenset  # leaves that this process has read directly; others lack them
 
 
 class Exchanges:
@@ -121,7 +121,8 @@ class Exchanges:
             if not may_meet.done():
                 may_meet.set_exception(error)
             raise
-        arrays = {leaf: array for leaf, array in arrays.items() if leaf not in exchange.already}
+        already = exchange.already()
+        arrays = {leaf: array for leaf, array in arrays.items() if leaf not in already}
         self.arrays |= arrays
         self._arrived(arrays)
         self._rates.exchanged(place + 1)

@@ -93,9 +93,16 @@ class Executor:
                 self._assembly.compile(group)
 
     async def connect(self, groups: Sequence[Group]) -> None:
-        """Opens the communicators of these groups."""
-        for exchange in dict.fromkeys(map(self._exchange, groups)):
-            await self._in_thread(in_turn(exchange.connect, self._limit))
+        """Opens the communicators of these groups.
+
+        All begin before this waits, so that this process takes part in them also if it is given up: the others may be
+        inside.
+        """
+        exchanges = dict.fromkeys(map(self._exchange, groups))
+        limit = len(exchanges) * self._limit
+        begun = [begin_in_thread(in_turn(exchange.connect, limit)) for exchange in exchanges]
+        for connecting in begun:
+            await result_of(connecting, "connect", limit)
 
     def items(self, group: Group) -> list[ReadItem]:
         """Returns what this process reads for an exchange."""

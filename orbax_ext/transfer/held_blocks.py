@@ -302,6 +302,10 @@ class Taking:
         finally:
             self._may_end = False
 
+    async def come(self) -> None:
+        """Does nothing before a meeting, but fails if the restore has been cancelled: then it fails on all."""
+        await self.unless_cancelled(asyncio.sleep(0))
+
 
 def _nobody_meets() -> None:
     """Does nothing: the restore is about to end."""

@@ -82,7 +82,7 @@ class LocalBlocks:
         self._local: Sequence[Any] = ()
         self._digests: digest_files.StoredDigests | None = None
         self._digesting = asyncio.Semaphore(_DIGESTS_AT_A_TIME)
-        self._damaged: list[str] = []  # one text for each leaf that can't be read
+        self._damaged: dict[int, str] = {}  # a text for each leaf that can't be read
         self._untold: set[int] = set()  # leaves that can't be read, which the other processes do not know yet
         # For each leaf and each of this process's devices in its table, a column or ABSENT: the block of its own that
         # the device can load from the local checkpoint, and the block that it has loaded. In `present`, they are
@@ -123,6 +123,8 @@ class LocalBlocks:
             gap = {at: column for at, column in wanted.items() if at in gaps.get(index, {})}
             have = zip(wanted.items(), self.loaded[index], strict=True)
             here = {at: column for (at, column), old in have if at not in gap and column not in (ABSENT, old)}
+            if here and index in self._damaged:  # no plan asks for it again
+                raise RuntimeError(f"a leaf that can't be read was to be read again: {self._damaged[index]}")
             if here:
                 local.append(self._load_of(index, here, self._local[index]))
             if gap:
@@ -143,7 +145,7 @@ class LocalBlocks:
                 "orbax_ext: %s of the local step %s can't be read; other hosts or storage have to provide them: %s",
                 text.count(len(self._damaged), "leaf"),
                 directory,
-                text.listing(self._damaged),
+                text.listing([*self._damaged.values()]),
             )
 
     def _mine(self, index: int) -> Sequence[int]:
@@ -231,7 +233,7 @@ class LocalBlocks:
             self._note_damaged(load, error)
 
     def _note_damaged(self, load: _Load, error: Exception) -> None:
-        self._damaged.append(f"{load.name} ({_short(error)})")
+        self._damaged[load.index] = f"{load.name} ({_short(error)})"
         self._untold.add(load.index)
 
     async def _add_read(self, load: _Load) -> None:

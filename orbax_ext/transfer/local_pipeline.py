@@ -85,9 +85,9 @@ class LocalPipeline:
             self._under_way.append(self._recorder.follow("exchange", exchange, group=self._first + number))
 
     async def finish(self) -> None:
-        """Waits for the last exchanges, and meanwhile loads the leaves that every process has."""
+        """Waits for the last exchanges, and meanwhile loads the leaves that do not travel."""
         with self._recorder.span("read"):
-            await both(self._blocks.load(self._plan.complete, {}), self._finish_exchanges(0))
+            await both(self._blocks.load(self._plan.complete, self._gaps), self._finish_exchanges(0))
 
     def hand_over(self, damaged: Collection[int]) -> dict[int, jax.Array]:
         """Returns all leaves but those that are damaged somewhere or travel with such a leaf."""

@@ -222,7 +222,7 @@ class Pipeline:
         contributions = self._reads.shares.take(place) if self._reads.shares.has(place) else None
         # What has been agreed on has to travel. The later all agree, the better they know where the boundary should be.
         meet_after = self._rates.half_of_exchange(place) if self.boundary_moves else 0.0
-        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after, self._reads.back.leaves))
+        self._exchanges.start(AgreedExchange(group, number, contributions, meet_after, lambda: self._reads.back.leaves))
         self.course.next()
         self._reads.probe(number, compare=self._rates.fabric_busy.part < _MOSTLY)
 

@@ -127,7 +127,7 @@ class StoredStep:
         if without := [process for process, message in told.items() if not message["stored"]]:
             raise FileNotFoundError(
                 f"No steps found in either local or persistent storage when requesting restoration of step "
-                f"{step.step}: the hosts do not have all of it, and {text.processes(without, {})} can't find it in "
+                f"{step.step}: the hosts can't provide all of it, and {text.processes(without, {})} can't find it in "
                 "persistent storage."
             )
         if told[0]["differs"]:
@@ -159,7 +159,7 @@ class StoredStep:
         if directory is None and jax.process_index() == 0:  # which reads the digests
             try:  # for half of the limit, because the others wait meanwhile
                 directory = await in_thread(self._step.find_persistent, limit=self._limit() / 2)
-            except OSError as error:
+            except Exception as error:  # of whatever client reads there
                 logging.warning(
                     "orbax_ext: verify: replicas are compared alone, because persistent storage does not answer: %s",
                     redact(repr(error)),

@@ -31,7 +31,9 @@ class Fabric:
     def begun(self) -> None:
         self.more_reads += 1
 
-    def agree(self, number: int, meet_after: float | None = 0.0, already: frozenset[int] = frozenset()) -> None:
+    def agree(
+        self, number: int, meet_after: float | None = 0.0, already: Callable[[], frozenset[int]] = frozenset
+    ) -> None:
         self.exchanges.start(AgreedExchange(Group(number, (), (), 0), number, None, meet_after, already))
 
     def start_exchange(self, group: Group, contributions: None) -> asyncio.Future[dict[int, Any]]:
@@ -164,10 +166,10 @@ def test_a_restore_that_is_given_up_at_once_has_begun_what_was_agreed_on() -> No
 
 def test_what_this_process_has_read_directly_is_not_kept_twice() -> None:
     async def case(fabric: Fabric) -> None:
-        fabric.agree(0, already=frozenset({0}))
+        fabric.agree(0, already=lambda: frozenset({0}))
         await settle()
         await fabric.arrive(0)
-        fabric.agree(1, already=frozenset({0}))
+        fabric.agree(1, already=lambda: frozenset({0}))
         await settle()
         await fabric.arrive(1)
         assert fabric.exchanges.arrays == {1: "leaf 1"}

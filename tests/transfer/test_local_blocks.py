@@ -19,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import type_handlers
 
-from orbax_ext.plan.holders import ABSENT, Columns
+from orbax_ext.plan.holders import ABSENT, Columns, LocalPlan
+from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request, given_request
 from orbax_ext.storage.checkpoint import digest_files
 from orbax_ext.transfer import boxes, local_blocks, reading
 from orbax_ext.transfer.local_blocks import LocalBlocks
+from orbax_ext.transfer.local_pipeline import LocalPipeline
 from orbax_ext.upstream import emergency as upstream
 
 pytestmark = pytest.mark.once
@@ -160,7 +162,7 @@ def test_what_can_not_be_placed_is_not_damaged(
     blocks = blocks_of(request_of_all)
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(look_and_load(blocks, saved))
-    assert blocks._damaged == []
+    assert not blocks._damaged
 
 
 def test_a_leaf_without_room_on_the_device_is_not_damaged(
@@ -177,7 +179,7 @@ def test_a_leaf_without_room_on_the_device_is_not_damaged(
     blocks = blocks_of(request_of_all)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         asyncio.run(look_and_load(blocks, saved))
-    assert blocks._damaged == []
+    assert not blocks._damaged
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,29 @@ def test_gaps_are_read_together_with_the_limits_of_storage(
     assert_loaded(blocks)
     assert placements == [LEAVES]
     assert limited == list(NAMES)
+
+
+def test_a_leaf_that_does_not_travel_is_complete_with_what_storage_has(
+    saved: epath.Path, request_of_all: Request
+) -> None:
+    plan, gaps = LocalPlan(tuple(range(LEAVES)), ()), {index: {0: 0} for index in range(LEAVES)}
+    blocks, recorder = blocks_of(request_of_all, saved), Recorder()
+    with LocalPipeline(request_of_all, tables(request_of_all), blocks, plan, gaps, recorder, 20.0) as pipeline:
+        asyncio.run(pipeline.finish())
+        arrays = pipeline.hand_over(())
+    for index, name in enumerate(NAMES):
+        np.testing.assert_array_equal(np.asarray(arrays[index]), VALUES[name])
+
+
+def test_a_damaged_leaf_is_not_read_again(saved: epath.Path, request_of_all: Request) -> None:
+    async def case() -> None:
+        blocks = blocks_of(request_of_all)
+        await blocks.look(saved, upstream.param_infos(NOWHERE, NAMES))  # nothing can be read there
+        await blocks.load([3], {})
+        with pytest.raises(RuntimeError, match=f"was to be read again: {NAMES[3]} "):
+            await blocks.load([3], {})
+
+    asyncio.run(case())
 
 
 def test_other_reads_end_with_the_first_error_from_storage(
