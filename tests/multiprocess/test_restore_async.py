@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -112,7 +113,7 @@ def test_a_damaged_chunk_is_the_error_of_all(small_cluster: lab.Cluster, saved: 
     for exchange in ("result", "background"):
         for first, second, *left in small_cluster.run(pending.fail, path, exchange=exchange):
             assert "restore failed on" in first
-            assert "process 0 (" in first
+            assert re.search(r"process(es)? 0 \(", first)  # with others if they have the same error
             assert first == second
             assert left == []
 
