@@ -181,7 +181,7 @@ def _check_later(plan: Plan, records: list[Record]) -> Iterator[str]:
     """After a failure of which all know at once, the restores without a fault do not fail."""
     kinds = {fault.kind for fault in plan.faults}
     if plan.total is None and plan.stall >= 4 and kinds <= {*_BROUGHT, "other tree", *HARMLESS}:
-        restores = {fault.restore for fault in plan.faults if fault.kind not in HARMLESS}
+        restores = {fault.restore for fault in _harmful(plan)}  # also shares that nobody is left to read
         yield from (f"fails without a fault: {r}" for r in records if r.error and r.restore not in restores)
 
 
