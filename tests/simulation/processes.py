@@ -228,6 +228,8 @@ class Process:
             self._reports = yield from self.drive(
                 member.hand_in(report(member.id, self._number)), _after(HAND_IN_LIMIT)
             )
+        except SilentServiceError:
+            self.left_keys = True  # its report may be written when the session has been removed
         except Exception as error:
             self._expect(error)
         self._reporting = self._world.now - began
