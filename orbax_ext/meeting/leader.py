@@ -121,9 +121,9 @@ class Leader(Member):
             yield from self.call(Delete(self.keys.arrival(process, arrivals.nonces[process])))
         outcome = self._stamped(wire.pack(arrivals.payloads))
         if refused or gone:
-            outcome = yield from self._error_of(sorted({*refused, *gone}), arrivals)
-            for _ in {*refused, *unread}:  # they were never in this session
+            for _ in {*refused, *unread}:  # never in this session; before an interrupt of what follows
                 yield from self.call(Count(self.in_session().gone))
+            outcome = yield from self._error_of(sorted({*refused, *gone}), arrivals)
         return (yield from self.decide(self.in_session().outcome(0), outcome))
 
     def beat(self) -> Steps:

@@ -232,8 +232,9 @@ class Member:
         decided = yield from self.call(Put(session.outcome(number), value, self.most, once=True))
         if not decided and error is not None:  # it may have succeeded without this process's knowledge
             yield from self.call(Put(session.outcome(number + 1), value, self.most, once=True))
-        if decided and number == 0 and self.place.process == LEADER:  # it may not have replied to all
-            for _ in (yield from self.tell_waiting(value)):
+        if self._arriving and self.place.process == LEADER:  # it may not have replied to all
+            stands = value if decided else (yield from self.call(Get(session.outcome(number)))) or {}
+            for _ in (yield from self.tell_waiting(stands)) if ERROR in stands else ():
                 yield from self.call(Count(session.gone))
         if self._arriving:
             yield from self.end_arrival()

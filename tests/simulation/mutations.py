@@ -227,8 +227,14 @@ UNNOTICED_DEPARTURE = Mutation(
 SOME_WITHOUT_REPLY = Mutation(
     "process 0 leaves before it has replied to all",
     "protocol",
-    "if decided and number == 0 and self.place.process == LEADER:",
+    "if self._arriving and self.place.process == LEADER:",
     "if False:",
+)
+ONLY_OWN_DECISION_TOLD = Mutation(
+    "process 0 leaves before it has replied to all, after another one that left has decided the outcome",
+    "protocol",
+    "if self._arriving and self.place.process == LEADER:",
+    "if self._arriving and decided and self.place.process == LEADER:",
 )
 LONG_WAIT_FOR_REPORTS = Mutation(
     "process 0 waits for reports longer than the others wait for it at the next restore",

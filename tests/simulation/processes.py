@@ -228,6 +228,8 @@ class Process:
             self._reports = yield from self.drive(
                 member.hand_in(report(member.id, self._number)), _after(HAND_IN_LIMIT)
             )
+        except SilentServiceError:
+            self.left_keys = True  # its report may be written when the session has been removed
         except Exception as error:
             self._expect(error)
         self._reporting = self._world.now - began
@@ -241,7 +243,7 @@ class Process:
             seconds = QUIET_PART * self._plan.stall
         elif "late share" in faults or "stalled share" in faults:
             seconds = (3 if "late share" in faults else 1000) * self._plan.stall
-        advances = not {"stuck", "stalled share", QUIET} & set(faults)
+        advances = not {"stuck", "stalled share"} & set(faults)
         self._waited = 0.0
         alone = {"slow", "endless", "stuck", QUIET} & set(faults) and not {"late share", "stalled share"} & set(faults)
         may_ask = not math.isinf(self._plan.late) and not alone
@@ -255,9 +257,11 @@ class Process:
                 self._expect(result)
 
         end = self._world.now + seconds
+        # One that is slow as well is quiet at first: without progress for all of its work it would be stuck.
+        quiet = self._world.now + QUIET_PART * self._plan.stall if QUIET in faults else -math.inf
         while self._world.now < end:
             yield self._sleep(min(ASKS_EVERY if may_ask else 1.0, end - self._world.now))
-            if advances:
+            if advances and self._world.now > quiet:
                 self._done += 1
                 self._world.advanced = self._world.now
             if ticker is None or not ticker.running:

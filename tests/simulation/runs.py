@@ -21,6 +21,7 @@ _PROMPT = 3.0  # seconds and a look until all know of a failure; 20,000 seeds ne
 _MOMENT = 1.0  # seconds until process 0 has seen who comes
 _UNHEARD = 3.0  # seconds between two reports of a process that advances, and until process 0 reads them
 _FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
+_LONG_CALL = 0.4  # seconds: after a reply that takes longer, process 0 may have to publish its status once more
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
 _BROUGHT = {"error", "interrupt", "interrupt meeting"}  # such a failure is at the next meeting at once
 _INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
@@ -141,9 +142,13 @@ def _may_be_silent(plan: Plan) -> bool:
 
 
 def _slow(plan: Plan) -> float:
-    """Returns the seconds that slow calls take. Process 0 makes calls for each of the others; they see it advance."""
+    """Returns the seconds that slow calls take. Process 0 makes calls for each of the others; they see it advance.
+
+    If a call takes long, the two statuses that show it are due after every reply, and not after every second one.
+    """
     longest = max((fault.seconds for fault in plan.faults if fault.kind == "slow calls"), default=0.0)
-    return min(longest, plan.stall) / 20 * (20 + 2 * plan.processes)
+    call = min(longest, plan.stall) / 20
+    return call * (20 + (3 if call > _LONG_CALL else 2) * plan.processes)
 
 
 def _check_total(plan: Plan, records: list[Record]) -> Iterator[str]:
@@ -176,7 +181,7 @@ def _check_later(plan: Plan, records: list[Record]) -> Iterator[str]:
     """After a failure of which all know at once, the restores without a fault do not fail."""
     kinds = {fault.kind for fault in plan.faults}
     if plan.total is None and plan.stall >= 4 and kinds <= {*_BROUGHT, "other tree", *HARMLESS}:
-        restores = {fault.restore for fault in plan.faults if fault.kind not in HARMLESS}
+        restores = {fault.restore for fault in _harmful(plan)}  # also shares that nobody is left to read
         yield from (f"fails without a fault: {r}" for r in records if r.error and r.restore not in restores)
 
 

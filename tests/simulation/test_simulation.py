@@ -92,6 +92,20 @@ def test_process_0_tells_also_those_without_a_reply_when_it_leaves() -> None:
         assert any("names an innocent process" in str(runs.run(plan(seed)).problems) for seed in range(50))
 
 
+def test_process_0_tells_also_those_without_a_reply_what_one_that_left_has_decided() -> None:
+    def plan(seed: int) -> plans.Plan:
+        times = (1.9 + seed % 10 / 50, 2.5)
+        faults = tuple(plans.Fault("interrupt arrival", 1 - i, 0, 1, seconds) for i, seconds in enumerate(times))
+        return plans.Plan(seed, 16, 1, 0, 4.0, None, faults)
+
+    def wrong(seed: int) -> bool:
+        return "names an innocent process" in str(runs.run(plan(seed)).problems)
+
+    assert [seed for seed in range(100) if wrong(seed)] == []
+    with mutations.applied(mutations.ONLY_OWN_DECISION_TOLD):
+        assert any(wrong(seed) for seed in range(100))
+
+
 def test_process_0_does_not_wait_for_a_report_while_the_others_wait_for_it_at_the_next_restore() -> None:
     crash = plans.Fault("crash", 1, 0, 1, 0.2)
     same = [plans.Plan(seed, 3, 2, 0, 2.0, None, (crash,)) for seed in range(30)]
