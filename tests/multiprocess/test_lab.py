@@ -102,8 +102,11 @@ def test_a_start_without_process_0_ends_soon(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(lab.RunFailedError, match="the cluster did not start") as caught:
             cluster.start()
         cluster.close()
-    assert "process 0 raised" in str(caught.value)
-    assert [outcome.state for outcome in caught.value.outcomes] == ["raised", "timed out"]
+    # JAX raises an error where its service gets no port, or it crashes on the way.
+    first, second = (outcome.state for outcome in caught.value.outcomes)
+    assert first in ("raised", "died")
+    assert f"process 0 {first}" in str(caught.value)
+    assert second == "timed out"
     assert time.monotonic() - started < 90
 
 

@@ -41,9 +41,14 @@ def test_an_unknown_package_does_not_keep_away_those_for_other_tests(
 
 @pytest.mark.parametrize("arguments", ["", "-k name"])
 def test_tests_marked_once_run_on_the_newest_release_only(arguments: str) -> None:
+    # This test may itself run under make, whose options a make below it takes over from the environment.
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
     def command(target: str) -> str:
         make = ["make", "--dry-run", target, f"PYTEST_ARGS={arguments}"]
-        done = subprocess.run(make, cwd=releases.ROOT, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            make, env=environ, cwd=releases.ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
         return done.stdout.strip().splitlines()[-1]
 
     assert command("test-oldest").endswith(f" -m 'not fork and not long and not once' {arguments}".rstrip())
