@@ -42,7 +42,8 @@ def test_an_unknown_package_does_not_keep_away_those_for_other_tests(
 @pytest.mark.parametrize("arguments", ["", "-k name"])
 def test_tests_marked_once_run_on_the_newest_release_only(arguments: str) -> None:
     # This test may itself run under make, whose options a make below it takes over from the environment.
-    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RETRY", "WORKERS")
+    environ = {name: value for name, value in os.environ.items() if name not in of_make}
 
     def command(target: str) -> str:
         make = ["make", "--dry-run", target, f"PYTEST_ARGS={arguments}"]
