@@ -150,6 +150,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
             with Pipeline(self, request, plan, recorder, self.options, arrived, agreed) as pipeline:
                 if plan.groups and not pipeline.boundary_moves:
                     # 4. Connect and compile while all are together, and while the first groups are being read.
+                    # Who is cancelled in the arrival must not leave the others in a collective: all meet once before.
                     await session.together("begin", taking().come())
                     await session.together("connect", pipeline.connect())
                 while not pipeline.done:
@@ -162,9 +163,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
                         continue
                     if not pipeline.connected:  # `auto` does so only now that there is something to exchange
                         await session.together("connect", pipeline.connect())
-                    if (
-                        not pipeline.course.ends.front
-                    ):  # later groups need no barrier: all come from the meeting at once
+                    if not pipeline.course.ends.front:  # to later groups, all come from the meeting at once
                         await session.barrier("single_replica_pre_broadcast")
                     # 7. Exchange, as unsigned integers, in the scope of the replicas' mesh. It begins in its turn.
                     pipeline.start_exchange()
