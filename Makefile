@@ -12,7 +12,7 @@ PYTHON313 ?= $(call find_python,3.13)
 
 # More than two cores need, because tests spend much of their time waiting.
 WORKERS ?= 3
-PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # With RETRY=1, tests that failed run once more, one after the other: on a few busy cores, some fail by chance. Both
 # results are shown. For .ci/run; a test that needs it often is to be fixed.

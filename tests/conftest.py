@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import compilation_cache, s3_proxy, s3_server
 
@@ -60,17 +63,32 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compilation_cache.prune()
 
 
+class _ByFile(LoadScopeScheduling):
+    """Gives a worker a whole file, or a folder where files share slow fixtures: it starts their clusters once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid)
+
+
+def _group(nodeid: str) -> str:
+    """Returns the tests with which a test shares a worker: itself, its file or its folder."""
+    file = pathlib.PurePosixPath(nodeid.partition("::")[0])
+    group = file.parent if file.parent.name == "placement" else file.with_suffix("")
+    name = str(group).removeprefix("tests/")
+    return nodeid if name in _APART else name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _ByFile(config, log)  # not `--dist loadgroup`: xdist 3.8 ignores its marks with pytest 9.2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by file for `pytest --dist loadgroup`, or by folder where files share slow fixtures."""
-    ranks = {}
-    for item in items:
-        file = item.path.relative_to(item.config.rootpath)
-        group = str(file.parent if file.parent.name == "placement" else file)
-        name = group.removeprefix("tests/").removesuffix(".py")
-        item.add_marker(pytest.mark.xdist_group(item.nodeid if name in _APART else group))
-        ranks[item] = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+    """Puts the files that take longest first, where several workers share them."""
     if items and hasattr(items[0].config, "workerinput"):
-        items.sort(key=lambda item: ranks[item])
+        ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+        names = {item: _group(item.nodeid).partition(".py::")[0].removeprefix("tests/") for item in items}
+        items.sort(key=lambda item: ranks.get(names[item], len(ranks)))
 
 
 @pytest.fixture(scope="session")
