@@ -13,13 +13,25 @@ _COMPARED = 400 * MIB  # bytes of all hosts that are compared in a second
 _SAVING = 4.0  # seconds to start the processes and to make the links
 _SAVED = 40 * MIB  # bytes that are saved in a second
 _LOCAL = 200 * MIB  # bytes that are restored from the local disk in a second
+_AROUND = 10.0  # seconds for what a run does before and after its restore, on busy cores
 _LEAF = 0.004  # seconds for each leaf, however small
 _SLOWER = 1.6  # times as long while another program keeps the cores busy
 
 
 def seconds(scenario: Scenario, strategy: str, times: int, busy: bool, earlier: Sequence[Result]) -> float:
     """Returns the seconds that some runs with one strategy are expected to take, with all that is around them."""
-    return times * (around(scenario) + _restore(scenario, strategy, busy, earlier))
+    restore = _restore(scenario, strategy, busy, earlier)
+    if busy and strategy != AUTO:
+        restore = min(restore, most_busy(_restore(scenario, AUTO, busy, earlier)))
+    return times * (around(scenario) + restore)
+
+
+def most_busy(auto: float) -> float:
+    """Returns the seconds after which other strategies are ended on busy cores, given those of `auto`.
+
+    They are only measured to find one that is faster than the worst run of `auto`.
+    """
+    return _AROUND + 1.5 * auto
 
 
 def around(scenario: Scenario) -> float:
@@ -34,7 +46,8 @@ def saving(scenario: Scenario) -> float:
 
 def _restore(scenario: Scenario, strategy: str, busy: bool, earlier: Sequence[Result]) -> float:
     slower = _SLOWER if busy else 1.0
-    same = [result for result in earlier if (result.scenario, result.strategy) == (scenario.name, strategy)]
+    like = (scenario.name, strategy, scenario.unique_bytes)
+    same = [result for result in earlier if (result.scenario, result.strategy, result.unique_bytes) == like]
     for result in sorted(same, key=lambda result: result.busy != busy):  # one under the same condition first
         if result.failed:
             return scenario.time_limit

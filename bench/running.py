@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from bench import busy as busy_lib
-from bench import network, results, steering, work
+from bench import estimates, network, results, steering, work
 from bench.scenarios import Scenario
 from bench.strategies import AUTO, BEFORE, OTHER_CODE, PLAIN, SPREAD, STOCK_OLDEST, VERIFIED
 from orbax_ext import lab
@@ -94,8 +94,18 @@ def run(
             if not scenario.local and not settings.unshaped:
                 net = stack.enter_context(network.Network(scenario.hosts, scenario.links, root))
                 servers = stack.enter_context(lab.ForkServers())
+            done: list[results.Result] = []
             for step in itertools.takewhile(begins, todo):
-                yield _run_step(step, Hosts(root, net, servers), settings)
+                done.append(_run_step(step, Hosts(root, net, servers), settings, most_seconds(step, done)))
+                yield done[-1]
+
+
+def most_seconds(step: Step, done: Sequence[results.Result]) -> float:
+    """Returns the seconds after which a restore is ended."""
+    worst = [result.worst for result in done if result.busy and result.strategy == AUTO and not result.failed]
+    if step.busy and step.strategy != AUTO and worst:
+        return min(step.scenario.time_limit, estimates.most_busy(worst[0]))
+    return step.scenario.time_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +117,12 @@ class Hosts:
     fork_servers: lab.ForkServers | None = None
 
 
-def _run_step(step: Step, where: Hosts, settings: Settings) -> results.Result:
+def _run_step(step: Step, where: Hosts, settings: Settings, most: float) -> results.Result:
     runs: list[results.Run] = []
     while len(runs) < step.times and not _is_long(step, runs):
         # New processes each time, so that no restore profits from what an earlier one left in memory.
         with processes(step, where, settings) as cluster:
-            runs.append(_measure(step, where, cluster))
+            runs.append(_measure(step, where, cluster, most))
         if runs[-1].error:
             break
     commit = commit_of(settings.before) if step.strategy == BEFORE and settings.before else settings.commit
@@ -153,7 +163,7 @@ def _environment_of(checkout: pathlib.Path, folder: pathlib.Path) -> dict[str, s
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
-def _measure(step: Step, where: Hosts, cluster: lab.Cluster) -> results.Run:
+def _measure(step: Step, where: Hosts, cluster: lab.Cluster, most: float) -> results.Run:
     scenario, net, started = step.scenario, where.net, where.root / "started"
     started.unlink(missing_ok=True)
     before = net.bytes_served() if net else [0]
@@ -163,11 +173,11 @@ def _measure(step: Step, where: Hosts, cluster: lab.Cluster) -> results.Run:
         if step.busy:
             stack.enter_context(busy_lib.all_cores(scenario.time_limit))
         path, url = str(where.root / "checkpoint"), net.url if net else ""
-        outcomes = cluster.outcomes(work.restore, scenario, path, step.strategy, url, str(started))
+        outcomes = cluster.outcomes(work.restore, scenario, path, step.strategy, url, str(started), timeout=most)
     served = sum(net.bytes_served()) - sum(before) if net else 0
     bad = next((outcome for outcome in outcomes if not outcome.ok), None)
     if bad is not None:
-        late = f"did not end within {scenario.time_limit:.0f} s"
+        late = f"did not end within {most:.0f} s"
         error = late if bad.state == "timed out" else str(bad).splitlines()[0][:200]
         return results.Run(0.0, False, 0, 0, 0, 0.0, 0.0, error=error)
     restores: list[work.Restore] = [outcome.value for outcome in outcomes]

@@ -20,8 +20,8 @@ GIB = 1024 * MIB
     ("name", "seconds"),
     [
         ("dense", GIB / 4 / 40e6),
-        ("fast_storage", 256 * MIB / 60e6),  # some travels while most is read
-        ("shared_link", 512 * MIB / 50e6),
+        ("fast_storage", 128 * MIB / 60e6),  # some travels while most is read
+        ("shared_link", 256 * MIB / 50e6),
         ("capped_storage", 128 * MIB / 40e6),
         ("balanced", 256 * MIB / 50e6),  # of both links, 25 MB/s each
         ("slow_host", GIB / (3 * 40e6 + 4e6)),

@@ -175,7 +175,7 @@ def test_estimates_take_earlier_results_and_else_the_limit() -> None:
 
 def test_what_has_a_result_at_this_commit_is_not_measured_again() -> None:
     settings = running.Settings(commit="new", auto_runs=2)
-    auto, plain = running.steps(KNOWN["dense"], [False], ["auto", "plain"], settings)[::-1]
+    plain, auto = running.steps(KNOWN["dense"], [False], ["auto", "plain"], settings)
     assert (auto.strategy, plain.strategy) == ("auto", "plain")
     assert running.is_done(auto, [measured("dense", "auto", 1, 2)], settings)
     assert running.is_done(auto, [measured("dense", "auto", 0, error="process 1 died")], settings)
@@ -189,3 +189,15 @@ def test_what_has_a_result_at_this_commit_is_not_measured_again() -> None:
     assert running.is_done(plain, [measured("dense", "plain", 1, 2, commit="old")], settings)
     assert running.is_done(plain, [measured("dense", "plain", 80)], settings)  # too long to run again
     assert not running.is_done(plain, [measured("dense", "plain", 1, 2, commit="")], settings)
+
+
+def test_what_takes_much_longer_than_auto_is_ended_on_busy_cores() -> None:
+    dense = KNOWN["dense"]
+    assert dense.measured(busy=True)[0] == "auto"
+    plain = running.Step(dense, True, "plain", 1)
+    auto = measured("dense", "auto", 20.0, 30.0, busy=True)
+    assert running.most_seconds(plain, [auto]) == estimates.most_busy(30.0) < dense.time_limit
+    for done in ([], [measured("dense", "auto", 30.0)], [measured("dense", "auto", 0, busy=True, error="died")]):
+        assert running.most_seconds(plain, done) == dense.time_limit
+    for step in (dataclasses.replace(plain, busy=False), dataclasses.replace(plain, strategy="auto")):
+        assert running.most_seconds(step, [auto]) == dense.time_limit
