@@ -8,8 +8,8 @@ from bench.results import Result
 from bench.scenarios import MIB, Scenario
 from bench.strategies import AUTO, BASELINES, PLAIN, SINGLE
 
-START = 5.0  # seconds to start the processes of four hosts, and to end them
-_COMPARED = 400 * MIB  # bytes of all hosts that are compared in a second
+START = 1.0  # seconds to start the processes of four hosts, and to end them
+_COMPARED = 600 * MIB  # bytes of all hosts that are compared in a second
 _SAVING = 4.0  # seconds to start the processes and to make the links
 _SAVED = 40 * MIB  # bytes that are saved in a second
 _LOCAL = 200 * MIB  # bytes that are restored from the local disk in a second
