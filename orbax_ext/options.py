@@ -32,8 +32,9 @@ class Options:
         default about an eighth of the state, from 64 to 256 MiB, or less if less is free. All processes use the
         smallest value among them.
       broadcast_memory_scaling_factor: The share of a device's free memory that the default above may take.
-      request_concurrency: Requests to s3:// or gs:// that a process has under way at a time; by default 128, or what
-        TensorStore's own settings say.
+      request_concurrency: Requests to s3:// or gs:// that a process has under way at a time; by default what
+        TensorStore's own settings say, or else 128 at first, more while reads get faster by it, and fewer when storage
+        refuses requests.
       stall_timeout: Seconds without progress of any process after which the restore fails on all of them.
       timeout: Seconds in total after which the restore fails on all processes; None for no limit.
       stall_seconds: Seconds after which a connection to gs:// or s3:// counts as broken if it brings less than

@@ -80,6 +80,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("storage.stall", "task.exception()"): _ENDED,
     ("storage.stall", "task.result()"): _ENDED,
     ("transfer.boxes", "self._lock"): _LOCK,
+    ("transfer.requests", "self._lock"): _LOCK,
     ("transfer.executor", "await self.direct.read(leaves, held, turn)"): _OWN,
     ("transfer.local_blocks", "await reading.read(self._reader, [load.item])"): _OWN,
     ("transfer.reading", "await read(handler, others)"): _OWN,

@@ -7,6 +7,9 @@ import tensorstore as ts
 _KVSTORES = "/tensorstore/kvstore/"
 _OVERLAY = f"{_KVSTORES}ocdbt/"  # the store below an overlay counts the same bytes again
 
+_RESPONSES = "/tensorstore/http/response_codes"
+_REFUSALS = ("429", "503")  # too many requests, slow down
+
 _again = 0
 
 
@@ -29,6 +32,13 @@ def bytes_read() -> int:
 def requests() -> int:
     """Returns how many files and objects, or parts of them, TensorStore has read since the process started."""
     return _sum(_KVSTORES, "read")
+
+
+def http_responses() -> tuple[int, int]:
+    """Returns how many requests over HTTP were answered since the process started, and how many of them refused."""
+    metrics = ts.experimental_collect_matching_metrics(_RESPONSES)
+    codes = [(entry["code"], int(entry["value"])) for metric in metrics for entry in metric["values"]]
+    return sum(count for _, count in codes), sum(count for code, count in codes if code in _REFUSALS)
 
 
 def of_driver(driver: str, *names: str) -> int:

@@ -25,6 +25,7 @@ from orbax_ext.plan import Leaf
 from orbax_ext.request import LeafRequest
 from orbax_ext.transfer import again
 from orbax_ext.transfer.blocks import Block
+from orbax_ext.transfer.requests import REQUESTS
 from orbax_ext.upstream import runtime
 from orbax_ext.upstream.stored_arrays import (
     begin_opening,
@@ -70,7 +71,7 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     caller expects Orbax's own error.
     """
     candidates = [item for item in items if _can_be_simple(item)]
-    stores = await _results(begin_opening(handler, [item.request.info for item in candidates]))
+    stores = await _results(begin_opening(handler, [item.request.info for item in candidates], REQUESTS.limit))
     reopened = reopening()
     reads = [
         read
@@ -82,7 +83,7 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     footprint = sum(read.footprint for read in reads)
     if not reads or not fits_under_way(limiter, footprint):
         return {}
-    async with bytes_under_way(limiter, footprint):
+    async with bytes_under_way(limiter, footprint), REQUESTS.reading():
         futures = []
         for number, read in enumerate(reads, 1):
             futures.append(read.begin())

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from orbax.checkpoint._src.serialization import (
     tensorstore_utils,
 )
 
+from orbax_ext.plan import requests as requests_plan
+
 _REOPENING = 0.5  # seconds that an array may take to be opened without a look at storage: it takes less than 1 ms
-_REQUESTS = 128  # to an object store at a time: its latency counts once for all of them (marin #8505)
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,10 +84,13 @@ async def open_arrays(handler: type_handlers.ArrayHandler, infos: Sequence[Any])
     )
 
 
-def begin_opening(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> list[Any]:
-    """Begins to open stored arrays, to read them as they are stored; returns TensorStore's futures."""
+def begin_opening(handler: type_handlers.ArrayHandler, infos: Sequence[Any], requests: int) -> list[Any]:
+    """Begins to open stored arrays, to read them as they are stored; returns TensorStore's futures.
+
+    So many requests are under way at a time, unless the user has said how many.
+    """
     return [
-        tensorstore.open(spec, open=True, context=info.ts_context)
+        tensorstore.open(spec, open=True, context=_with_requests(info.ts_context, requests))
         for info, spec in zip(infos, _read_specs(handler, infos), strict=True)
     ]
 
@@ -115,7 +120,8 @@ def reopening() -> Callable[[tensorstore.TensorStore], tensorstore.TensorStore]:
 def with_request_concurrency(infos: Sequence[Any], limit: int | None) -> list[Any]:
     """Returns Orbax's descriptions of arrays in object stores with so many requests under way at a time.
 
-    By default that is more than the 32 of TensorStore, unless the user has set a number in TensorStore's own way.
+    By default that is more than the 32 of TensorStore, and `begin_opening` may change it, unless the user has set a
+    number in TensorStore's own way.
     """
     if not any(place.startswith(("s3://", "gs://")) for place in places_of(infos)):
         return [*infos]
@@ -131,15 +137,44 @@ def _with_request_concurrency(context: tensorstore.Context | None, limit: int | 
     if context is None:
         return None
     given = context.spec.to_json() or {}
-    resources = {
-        f"{store}_request_concurrency": {"limit": limit or _REQUESTS}
+    resources = [
+        f"{store}_request_concurrency"
         for store in ("s3", "gcs")
         if limit is not None
         or not (
             f"{store}_request_concurrency" in given or f"TENSORSTORE_{store.upper()}_REQUEST_CONCURRENCY" in os.environ
         )
-    }
-    return tensorstore.Context(resources, parent=context) if resources else context
+    ]
+    raised = _limited(context, resources, limit or requests_plan.FIRST)
+    if limit is None and resources:
+        _following[raised] = _Following(resources, {})
+    return raised
+
+
+@dataclasses.dataclass(frozen=True)
+class _Following:
+    """A context whose numbers of requests may change."""
+
+    resources: Sequence[str]
+    contexts: dict[int, tensorstore.Context]  # by other numbers: arrays in one context share what is read of a database
+
+
+_following: weakref.WeakKeyDictionary[tensorstore.Context, _Following] = weakref.WeakKeyDictionary()
+
+
+def _with_requests(context: tensorstore.Context | None, count: int) -> tensorstore.Context | None:
+    """Returns the context, or one like it with so many requests under way at a time."""
+    following = None if context is None else _following.get(context)
+    if context is None or following is None or count == requests_plan.FIRST:
+        return context
+    if count not in following.contexts:
+        following.contexts[count] = _limited(context, following.resources, count)
+    return following.contexts[count]
+
+
+def _limited(context: tensorstore.Context, resources: Sequence[str], count: int) -> tensorstore.Context:
+    limits = {resource: {"limit": count} for resource in resources}
+    return tensorstore.Context(limits, parent=context) if limits else context
 
 
 def read_footprint(store: tensorstore.TensorStore, domain: Any) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import http.server
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +16,8 @@ import tensorstore as ts
 from etils import epath
 from orbax.checkpoint import type_handlers
 
+from orbax_ext.transfer.requests import Requests
+from orbax_ext.upstream import stored_arrays
 from orbax_ext.upstream.array_handler import array_context
 from orbax_ext.upstream.stored_arrays import StoredSpec, with_request_concurrency
 
@@ -33,6 +38,39 @@ class Store(http.server.ThreadingHTTPServer):
         self.refused: set[str] = set()
         self.answered = 0
         self.most_unanswered = 0  # objects that were asked for and not answered yet, because they were refused or wait
+
+
+class Throttling(http.server.ThreadingHTTPServer):
+    """Answers requests for objects, and refuses what exceeds a number at a time."""
+
+    request_queue_size = 500
+    daemon_threads = True
+
+    def __init__(self, most: int) -> None:
+        super().__init__(("127.0.0.1", 0), _AnswerOrRefuse)
+        self.free = threading.Semaphore(most)
+        self.refused = 0
+
+
+class _AnswerOrRefuse(http.server.BaseHTTPRequestHandler):
+    server: Throttling
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        free = self.server.free.acquire(blocking=False)
+        if free:
+            time.sleep(0.02)
+            self.server.free.release()
+        else:
+            self.server.refused += 1
+        self.send_response(200 if free else 503)
+        self.send_header("Content-Length", "1")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(b"x")
+
+    def log_message(self, *args: Any) -> None:
+        """Prints nothing."""
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -141,3 +179,60 @@ def test_one_array_in_a_bucket_is_enough() -> None:
     raised = with_request_concurrency(arrays, 4)
     assert [one.ts_context["s3_request_concurrency"].to_json() for one in raised] == [{"limit": 4}] * 2
     assert with_request_concurrency(arrays[:1], 4) == arrays[:1]
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
+
+
+def read_group(server: http.server.HTTPServer, context: ts.Context, count: int) -> None:
+    port = server.server_address[1]
+    spec = {"driver": "s3", "bucket": "bucket", "endpoint": f"http://127.0.0.1:{port}", "aws_region": "us-east-1"}
+    objects = ts.KvStore.open(spec, context=context).result()
+    for read in [objects.read(f"object{number}") for number in range(count)]:
+        assert read.result(timeout=30).value == b"x"
+
+
+@pytest.mark.usefixtures("keys")
+def test_fewer_requests_are_under_way_after_storage_has_refused_some() -> None:
+    """What TensorStore counts is what the limit follows."""
+    requests = Requests(512)
+    with Throttling(most=16) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        limits: list[int] = []
+
+        async def restore() -> None:
+            for _ in range(3):
+                limits.append(requests.limit)
+                context = ts.Context({"s3_request_concurrency": {"limit": requests.limit}})
+                async with requests.reading():
+                    read_group(server, context, 2 * requests.limit)
+
+        asyncio.run(restore())
+        server.shutdown()
+    assert limits[:2] == [128, 64]
+    assert server.refused
+    assert limits[2] < 64
+
+
+def test_a_group_is_read_in_the_context_with_the_number_of_requests_of_that_time() -> None:
+    context = array_context(True)
+    (followed,) = with_request_concurrency([info("gs://bucket/checkpoint", context)], None)
+    contexts = [stored_arrays._with_requests(followed.ts_context, count) for count in (128, 64, 64, 256)]
+    assert contexts[0] is followed.ts_context
+    assert contexts[1] is contexts[2]  # so that groups share what is read of a database
+    limits = [each["gcs_request_concurrency"].to_json() for each in contexts if each is not None]
+    assert limits == [{"limit": 128}, {"limit": 64}, {"limit": 64}, {"limit": 256}]
+    (fixed,) = with_request_concurrency([info("gs://bucket/checkpoint", context)], 7)
+    assert stored_arrays._with_requests(fixed.ts_context, 64) is fixed.ts_context
+
+
+def test_contexts_are_not_kept_after_the_restore() -> None:
+    (followed,) = with_request_concurrency([info("gs://bucket/checkpoint")], None)
+    stored_arrays._with_requests(followed.ts_context, 64)
+    kept = weakref.ref(followed.ts_context)
+    del followed
+    gc.collect()
+    assert kept() is None
