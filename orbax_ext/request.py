@@ -98,11 +98,13 @@ async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any]
     stored |= await _look_up(handler, infos, [index for index in incomplete if shardings[index] is None], True)
     meshes: dict[Mesh, int] = {}
     leaf_requests = []
+    kinds: dict[Any, Leaf] = {}
     for index, (info, arg) in enumerate(zip(infos, args, strict=True)):
         sharding = shardings[index]
         if sharding is None and index in stored:
             sharding = _stored_sharding(stored[index])
-        leaf_requests.append(_leaf_request(info, arg, sharding, stored.get(index), saved.get(info.name), meshes))
+        found = stored.get(index), saved.get(info.name)
+        leaf_requests.append(_leaf_request(info, arg, sharding, *found, meshes, kinds))
     return Request(tuple(leaf_requests), tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
 
 
@@ -118,26 +120,46 @@ async def _look_up(
 def given_request(infos: Sequence[Any], args: Sequence[Any]) -> Request:
     """Returns the request for leaves of which the restore args say all, without a look into a checkpoint."""
     meshes: dict[Mesh, int] = {}
+    kinds: dict[Any, Leaf] = {}
     leaf_requests = tuple(
-        _leaf_request(info, arg, _given_sharding(arg), None, None, meshes)
+        _leaf_request(info, arg, _given_sharding(arg), None, None, meshes, kinds)
         for info, arg in zip(infos, args, strict=True)
     )
     return Request(leaf_requests, tuple(meshes), tuple(mesh_lib.describe(mesh) for mesh in meshes))
 
 
 def _leaf_request(
-    info: Any, arg: Any, sharding: Any, stored: Any, saved: SavedArray | None, meshes: dict[Mesh, int]
+    info: Any,
+    arg: Any,
+    sharding: Any,
+    stored: Any,
+    saved: SavedArray | None,
+    meshes: dict[Mesh, int],
+    kinds: dict[Any, Leaf],
 ) -> LeafRequest:
+    """Returns the request for a leaf. `meshes` and `kinds` have what was found out about others: most are equal."""
     shape: Any = _shape(arg) if _shape(arg) is not None else getattr(stored, "shape", None)
     dtype: Any = _dtype(arg) if _dtype(arg) is not None else getattr(stored, "dtype", None)
-    reason = _why_direct(sharding, shape, dtype, _is_key(saved))
+    chunk = saved.chunk if saved is not None else getattr(stored, "chunk", None)
+    strict = bool(getattr(arg, "strict", True))
+    # Shardings by identity: they are those of the args, and to compare them takes longer than all the rest.
+    kind = id(sharding), None if shape is None else tuple(shape), dtype, chunk, strict, _is_key(saved)
+    if kind not in kinds:
+        kinds[kind] = _leaf(sharding, shape, dtype, chunk, strict, _is_key(saved), meshes)
+    return LeafRequest(info, arg, kinds[kind].named(info.name), sharding)
+
+
+def _leaf(
+    sharding: Any, shape: Any, dtype: Any, chunk: Any, strict: bool, is_key: bool, meshes: dict[Mesh, int]
+) -> Leaf:
+    """Returns a leaf without its name."""
+    reason = _why_direct(sharding, shape, dtype, is_key)
     if reason:
-        return LeafRequest(info, arg, Leaf(info.name, tuple(shape or ()), str(dtype), direct_because=reason), sharding)
+        return Leaf("", tuple(shape or ()), str(dtype), direct_because=reason)
     shape = tuple(int(size) for size in shape)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    chunk = saved.chunk if saved is not None else getattr(stored, "chunk", None)
-    leaf = Leaf(
-        info.name,
+    return Leaf(
+        "",
         shape,
         dtype.name,
         dtype.itemsize,
@@ -145,9 +167,8 @@ def _leaf_request(
         mesh=meshes.setdefault(sharding.mesh, len(meshes)),
         spec=mesh_lib.normalized_spec(sharding.spec, len(shape)),
         chunk=chunk,
-        divisible=chunk is not None and getattr(arg, "strict", True) and runtime.bits(dtype) >= 8,
+        divisible=chunk is not None and strict and runtime.bits(dtype) >= 8,
     )
-    return LeafRequest(info, arg, leaf, sharding)
 
 
 def _why_direct(sharding: Any, shape: Any, dtype: Any, is_key: bool) -> str:

@@ -157,7 +157,7 @@ class Pack(_Operand):
             offset = offset if self.summed else 0
             for leaf in share:
                 yield replica, leaf, 0 if self.summed else replica, offset
-                offset += _padded(sizes[leaf])
+                offset += padded(sizes[leaf])
 
     def reads(self) -> Iterator[BundleRead]:
         for replica, share in enumerate(self.shares):
@@ -182,10 +182,11 @@ Bundle = Sum | ColumnSum | LaneBatch | Pack
 
 def make_pack(shares: tuple[tuple[int, ...], ...], sizes: BlockBytes) -> Pack:
     """Returns a pack of the given shares, summed or gathered, whichever moves fewer bytes."""
-    lengths = [sum(_padded(sizes[leaf]) for leaf in share) for share in shares]
+    lengths = [sum(padded(sizes[leaf]) for leaf in share) for share in shares]
     summed = len(shares) * max(lengths) > 2 * sum(lengths)
     return Pack(shares, (sum(lengths) if summed else max(lengths)) // _WORD, summed)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Returns the bytes that a block of so many bytes takes in a vector."""
     return -(-size // _ALIGN) * _ALIGN

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -107,8 +108,8 @@ def who_travels(
         if leaf.direct_because or leaf.mesh is None:
             direct[index] = leaf.direct_because or "it has no mesh"
             continue
-        axes = placements[leaf.mesh].axes(leaf)
-        if reason := placements[leaf.mesh].why_direct(leaf, axes):
+        axes, reason = placements[leaf.mesh].of(leaf.used_axes)
+        if reason:
             direct[index] = reason
         else:
             travelling[leaf.mesh, axes].append(index)
@@ -142,6 +143,13 @@ def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
+def tree_digest(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> str:
+    """Returns the digest of all leaves and their meshes. What equal leaves have in common counts once."""
+    kinds: dict[Leaf, int] = {}
+    numbered = [(leaf.name, kinds.setdefault(leaf.named(""), len(kinds))) for leaf in leaves]
+    return digest([numbered, list(kinds), meshes])
+
+
 class _Placement:
     """What a mesh means for the leaves on it, worked out once: there may be many leaves and devices."""
 
@@ -150,7 +158,7 @@ class _Placement:
         self._strategy = options.strategy
         self._single_axes = _single_axes(index, mesh, leaves, options)
         self._never = _no_primary(mesh, self._single_axes, options)
-        self._copies_cross = functools.cache(mesh.crosses_processes)
+        self.of = functools.cache(self._of)  # thousands of leaves use the same axes
         if options.strategy == "direct":
             self._never = "strategy is 'direct'"
         elif options.strategy == "auto" and processes == 1:
@@ -158,19 +166,19 @@ class _Placement:
         elif set(mesh.processes) != set(range(processes)):
             self._never = f"its mesh {mesh} does not span all processes"
 
-    def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """Returns the axes along which a leaf is replicated."""
-        return self._single_axes if self._strategy == "single" else infer_axes(self._mesh, leaf.used_axes)
+    def _of(self, used: frozenset[str]) -> tuple[tuple[str, ...], str]:
+        """Returns the axes along which a leaf that uses some is replicated, and why it is read directly, if it is."""
+        axes = self._single_axes if self._strategy == "single" else infer_axes(self._mesh, used)
+        return axes, self._why_direct(used, axes)
 
-    def why_direct(self, leaf: Leaf, axes: tuple[str, ...]) -> str:
-        """Returns why a leaf is read directly, or an empty string."""
+    def _why_direct(self, used: frozenset[str], axes: tuple[str, ...]) -> str:
         if self._never:
             return self._never
         if self._mesh.replicas(axes) == 1:
             return f"there is only one replica of it in the mesh {self._mesh}"
-        if self._strategy == "auto" and not self._copies_cross(axes):
+        if self._strategy == "auto" and not self._mesh.crosses_processes(axes):
             return "all its copies are on one process"
-        if leaf.used_axes & set(axes):
+        if used & set(axes):
             return f"it is sharded on the replica axis {', '.join(map(repr, axes))}"
         return ""
 
@@ -238,7 +246,7 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: in
     made += [Sum(index, reader) for index, reader in _deal(alone, sizes, loads)]
     for batch in _batches(sorted(small, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
         shares: list[list[int]] = [[] for _ in loads]
-        for index, reader in _deal(batch, sizes, loads):
+        for index, reader in _deal_in_runs(batch, sizes, loads):
             shares[reader].append(index)
         made.append(make_pack(tuple(map(tuple, shares)), sizes))
     return made
@@ -250,6 +258,15 @@ def _deal(indices: Sequence[int], sizes: Mapping[int, int], loads: list[tuple[in
         load, replica = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], replica))
         yield index, replica
+
+
+def _deal_in_runs(
+    indices: Sequence[int], sizes: Mapping[int, int], loads: list[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Does the same, but gives each replica equal leaves that follow each other: they are stored side by side."""
+    for _, equal in itertools.groupby(sorted(indices, key=lambda index: (-sizes[index], index)), sizes.__getitem__):
+        run = list(equal)
+        yield from zip(run, sorted(reader for _, reader in _deal(run, sizes, loads)), strict=True)
 
 
 def _groups(

@@ -75,14 +75,17 @@ class Loads:
     def _held(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes of leaves that processes hold, and in how many arrays, by process."""
         read, arrays = np.zeros(self._processes), np.zeros(self._processes)
+        kinds: dict[tuple[int, frozenset[str]], list[int]] = defaultdict(list)  # thousands of leaves are of a few
         for leaf in (self._leaves[index] for index in indices):
             if leaf.mesh is None:
                 read += _leaf_bytes(leaf)
                 arrays += 1
-                continue
-            held = self._blocks(leaf.mesh, leaf.used_axes)
-            read += held * leaf.block_bytes
-            arrays += held > 0
+            else:
+                kinds[leaf.mesh, leaf.used_axes].append(leaf.block_bytes)
+        for (mesh, used), sizes in kinds.items():
+            held = self._blocks(mesh, used)
+            read += held * sum(sizes)
+            arrays += (held > 0) * len(sizes)
         return read, arrays
 
     def _blocks_of(self, mesh: int, used: frozenset[str]) -> np.ndarray:

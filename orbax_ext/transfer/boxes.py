@@ -58,6 +58,10 @@ class ReadItem:
     memory: UsedMemory | None = None  # to read into if the blocks become the restored array; others only travel
     boxes: tuple[tuple[Box, tuple[jax.Device, ...]], ...] | None = None  # to read, if not those of the sharding
 
+    def into(self, buffers: HostBlocks) -> ReadItem:
+        """Returns the same item with buffers to read into."""
+        return ReadItem(self.index, self.request, self.leaf, self.sharding, self.block, buffers)
+
     @property
     def device_bytes(self) -> int:
         """The bytes that the item takes on each device."""
@@ -71,7 +75,9 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     caller expects Orbax's own error.
     """
     candidates = [item for item in items if _can_be_simple(item)]
-    stores = await _results(begin_opening(handler, [item.request.info for item in candidates], REQUESTS.limit))
+    sizes = [item.device_bytes for item in candidates]
+    opening = begin_opening(handler, [item.request.info for item in candidates], sizes, REQUESTS.limit)
+    stores = await _results(opening)
     reopened = reopening()
     reads = [
         read
@@ -266,12 +272,7 @@ def _empty(shape: Sequence[int], dtype: Any, offset: int) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def by_box(blocks: HostBlocks, sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, np.ndarray]:
-    """Returns the blocks of an array by the box that they are."""
-    return {box: blocks[devices[0]] for box, devices in _on_devices(sharding, shape)}
-
-
-def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+def _box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Returns the box that JAX means by an index."""
     return tuple(rows.indices(size)[:2] for rows, size in zip(index, shape, strict=True))
 
@@ -300,7 +301,7 @@ def _on_devices(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[tuple[
     """Returns the boxes that this process's devices hold; a box that several hold is read once."""
     devices: dict[Box, tuple[jax.Device, ...]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = box_of(index or (), shape)
+        box = _box_of(index or (), shape)
         devices[box] = (*devices.get(box, ()), device)
     return tuple(devices.items())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +36,12 @@ class PlannedLeaves:
 
     def block(self, index: int) -> Block:
         leaf = self.leaves[index]
-        return Block(leaf.block, jnp.dtype(leaf.dtype))
+        return _block(leaf.block, leaf.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _block(shape: tuple[int, ...], dtype: str) -> Block:
+    return Block(shape, jnp.dtype(dtype))
 
 
 class Replicas:
@@ -259,8 +263,7 @@ class PackCarrier(Carrier):
         return self._shares(dict(enumerate(self._bundle.shares)))
 
     def reads(self) -> list[ReadItem]:
-        buffers = self._vectors.buffers
-        return [dataclasses.replace(item, buffers=buffers(item.index, item.block)) for item in self.items()]
+        return [item.into(self._vectors.buffers(item.index, item.block)) for item in self.items()]
 
     def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
         return self._vectors.filled(read)

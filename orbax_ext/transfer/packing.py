@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from orbax_ext.plan import Leaf, Pack
+from orbax_ext.plan.bundles import padded
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.transfer.boxes import HostBlocks, aligned_empty, is_aligned, unaligned_empty
 
@@ -26,8 +29,9 @@ class Vectors:
         rows: dict[int, list[jax.Device]] = {}
         for device, replica in replica_of.items():
             rows.setdefault(replica, []).append(device)
+        in_bytes = {device: vector.view(np.uint8) for device, vector in self._vectors.items()}
         self._places: dict[int, dict[jax.Device, np.ndarray]] = {
-            leaf: {device: self._vectors[device].view(np.uint8)[at : at + sizes[leaf]] for device in rows[replica]}
+            leaf: {device: in_bytes[device][at : at + sizes[leaf]] for device in rows[replica]}
             for replica, leaf, _, at in bundle.places(sizes)
             if replica in rows
         }
@@ -50,32 +54,65 @@ class Vectors:
                     place[...] = np.ascontiguousarray(read[leaf][device]).reshape(-1).view(np.uint8)
                     elsewhere = True
         # A read that was asked for again may still write into its first place.
-        return {device: _copy(vector) for device, vector in self._vectors.items()} if elsewhere else self._vectors
+        if not elsewhere:
+            return self._vectors
+        return {device: _copy(vector, aligned_empty) for device, vector in self._vectors.items()}
 
 
 def unpack(
     bundle: Pack, received: DeviceBlocks, blocks: Mapping[int, Block], leaves: Sequence[Leaf]
 ) -> dict[int, HostBlocks]:
     """Returns every leaf's block for each device, from the vectors of all replicas: on the host, to be copied."""
-    sizes = _sizes(bundle, leaves)
+    runs = _runs(bundle, blocks, _sizes(bundle, leaves))
     data: dict[int, dict[jax.Device, np.ndarray]] = {leaf: {} for leaf in bundle.leaves}
     for device, vectors in received.items():
         words = np.asarray(vectors)
+        if is_aligned(words.ctypes.data):  # then most blocks are, and JAX would keep the whole vector for each of them
+            words = _copy(words, unaligned_empty)
         rows = words.view(np.uint8).reshape(-1, bundle.words * _WORD.itemsize)
-        start = words.ctypes.data
-        for _, leaf, row, at in bundle.places(sizes):
-            block = blocks[leaf]
-            place = rows[row, at : at + sizes[leaf]]
-            if is_aligned(start + row * rows.shape[1] + at):  # JAX would keep the whole vector for this leaf
-                place, words_there = unaligned_empty(place.shape, np.uint8), place
-                place[...] = words_there
-            data[leaf][device] = place.view(block.dtype).reshape(block.shape)
+        for run in runs:
+            for leaf, block in zip(run.leaves, run.blocks(rows), strict=True):
+                data[leaf][device] = block
     return {**data}
 
 
-def _copy(vector: np.ndarray) -> np.ndarray:
-    copy = aligned_empty(vector.shape, vector.dtype)
-    copy[...] = vector
+@dataclasses.dataclass
+class _Run:
+    """Leaves with equal blocks, one after the other in a vector: a view of all makes views of each at little cost."""
+
+    block: Block
+    row: int  # of the vectors that arrive
+    at: int  # bytes before the first leaf
+    step: int  # bytes from leaf to leaf
+    leaves: list[int]
+
+    def blocks(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the block of each leaf, nowhere at an address that JAX would use without a copy."""
+        shape, dtype = self.block.shape, self.block.dtype
+        count, size = len(self.leaves), math.prod(shape) * dtype.itemsize
+        all_bytes = rows[self.row, self.at : self.at + count * self.step].reshape(count, self.step)
+        first = all_bytes.ctypes.data
+        blocks = [part.reshape(shape) for part in all_bytes[:, :size].view(dtype)]
+        for place, block in enumerate(blocks):
+            if is_aligned(first + place * self.step):
+                blocks[place] = _copy(block, unaligned_empty)
+        return blocks
+
+
+def _runs(bundle: Pack, blocks: Mapping[int, Block], sizes: Mapping[int, int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for _, leaf, row, at in bundle.places(sizes):
+        last = runs[-1] if runs else None
+        if last and (last.block, last.row, last.at + len(last.leaves) * last.step) == (blocks[leaf], row, at):
+            last.leaves.append(leaf)
+        else:
+            runs.append(_Run(blocks[leaf], row, at, padded(sizes[leaf]), [leaf]))
+    return runs
+
+
+def _copy(array: np.ndarray, make: Callable[..., np.ndarray]) -> np.ndarray:
+    copy = make(array.shape, array.dtype)
+    copy[...] = array
     return copy
 
 

@@ -18,6 +18,7 @@ from orbax_ext.storage.s3.errors import reads_explained
 from orbax_ext.transfer import boxes
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
 from orbax_ext.transfer.boxes import HostBlocks, ReadItem
+from orbax_ext.upstream import runtime
 from orbax_ext.upstream.stored_arrays import deserialize, read_view
 
 Blocks = DeviceBlocks | HostBlocks  # a block for each of this process's devices: there, or still on the host
@@ -56,13 +57,7 @@ def hand_over(request: LeafRequest, blocks: Blocks) -> jax.Array:
     """
     shape, sharding = request.leaf.shape, request.sharding
     if on_host(blocks):
-        boxes_there = boxes.by_box(blocks, sharding, shape)
-
-        def block(index: Any) -> np.ndarray:
-            box = boxes.box_of(index, shape)
-            return boxes_there[box].reshape([end - first for first, end in box])
-
-        return jax.make_array_from_callback(shape, sharding, block)
+        return runtime.put_blocks(shape, sharding, blocks)
     kind = sharding.memory_kind
     buffers = [
         data

@@ -24,6 +24,14 @@ from orbax.checkpoint._src.serialization import (
 from orbax_ext.plan import requests as requests_plan
 
 _REOPENING = 0.5  # seconds that an array may take to be opened without a look at storage: it takes less than 1 ms
+_FEW = 64 << 10  # bytes that cost more to ask for than to transfer
+# How a database merges requests for chunks in one file: those that come while another one is under way, and lie close
+# together. A process reads small arrays that were saved one after the other. Orbax itself merges requests to object
+# stores, of chunks of any size.
+_MERGED = {
+    "experimental_read_coalescing_threshold_bytes": 4096,
+    "experimental_read_coalescing_merged_bytes": 1 << 20,
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,14 +92,16 @@ async def open_arrays(handler: type_handlers.ArrayHandler, infos: Sequence[Any])
     )
 
 
-def begin_opening(handler: type_handlers.ArrayHandler, infos: Sequence[Any], requests: int) -> list[Any]:
-    """Begins to open stored arrays, to read them as they are stored; returns TensorStore's futures.
+def begin_opening(
+    handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes: Sequence[int], requests: int
+) -> list[Any]:
+    """Begins to open stored arrays, to read so many bytes of each as they are stored; returns TensorStore's futures.
 
     So many requests are under way at a time, unless the user has said how many.
     """
     return [
         tensorstore.open(spec, open=True, context=_with_requests(info.ts_context, requests))
-        for info, spec in zip(infos, _read_specs(handler, infos), strict=True)
+        for info, spec in zip(infos, _read_specs(handler, infos, sizes), strict=True)
     ]
 
 
@@ -248,19 +258,25 @@ async def read_view(
     return array
 
 
-def _read_specs(handler: type_handlers.ArrayHandler, infos: Sequence[Any]) -> Iterator[Any]:
-    """Yields TensorStore's specs of stored arrays. Those in one database differ only in a name."""
+def _read_specs(handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    """Yields TensorStore's specs of stored arrays. Those in one database differ only in a name, and in their size.
+
+    Requests for small arrays are merged, also where Orbax does not do that.
+    """
     first: dict[tuple[Any, ...], Any] = {}
-    for info in infos:
+    for info, size in zip(infos, sizes, strict=True):
         if isinstance(info, StoredSpec):
             yield _read_spec(handler, info)
             continue
         # The property checks its type each time, which takes longer than all the rest.
         directory = vars(info).get("_parent_dir") or info.parent_dir
-        place = (directory, info.is_ocdbt_checkpoint, info.use_zarr3, info.raise_array_data_missing_error)
+        small = size < _FEW
+        place = (small, directory, info.is_ocdbt_checkpoint, info.use_zarr3, info.raise_array_data_missing_error)
         if place not in first:
             spec = _read_spec(handler, info)
             named = info.is_ocdbt_checkpoint and spec["kvstore"].get("path") == info.name
+            if named and small:
+                spec = {**spec, "kvstore": {**_MERGED, **spec["kvstore"]}}
             first[place] = spec if named else None
             yield spec
         elif (spec := first[place]) is None:

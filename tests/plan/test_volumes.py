@@ -167,7 +167,7 @@ def calls_of_block_bytes(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     def count(leaf: Leaf) -> int:
         nonlocal counted
         counted += 1
-        return int(block_bytes.fget(leaf))
+        return int(block_bytes.func(leaf))
 
     with monkeypatch.context() as patched:
         patched.setattr(Leaf, "block_bytes", property(count))

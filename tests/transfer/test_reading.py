@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax_ext.plan import Leaf, Slice
 from orbax_ext.request import LeafRequest
 from orbax_ext.transfer.reading import _index_transform, hand_over, placed
+from orbax_ext.upstream import runtime
 
 pytestmark = pytest.mark.once
 
@@ -46,8 +47,7 @@ def test_a_leaf_on_the_host_is_handed_over_with_one_call() -> None:
     devices = jax.local_devices()
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
     request = LeafRequest(None, None, Leaf("w", (3,), "float32", 4, (3,), 0), sharding)
-    make = jax.make_array_from_callback
-    with mock.patch.object(jax, "make_array_from_callback", wraps=make) as made, mock.patch.object(jax, "device_put"):
+    with mock.patch.object(runtime, "put_blocks", wraps=runtime.put_blocks) as made:
         array = hand_over(request, dict.fromkeys(devices, np.arange(3, dtype=np.float32)))
     assert made.call_count == 1
     assert array.tolist() == [0, 1, 2]
