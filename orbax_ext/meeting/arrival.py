@@ -20,7 +20,7 @@ from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import failure_to_json, failures_from_json
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo
-from orbax_ext.plan.planner import tree_digest
+from orbax_ext.plan.planner import digest
 
 _MOST_PROCESSES = 8  # that one line of a message names
 _MOST_DIFFERENCES = 3  # that one process reports
@@ -67,7 +67,7 @@ async def arrive(
     """
     facts = {
         "checkpoint": checkpoint,
-        "tree": f"{text.count(len(leaves), 'leaf')} with digest {tree_digest(leaves, meshes)}",
+        "tree": f"{text.count(len(leaves), 'leaf')} with digest {digest([leaves, meshes])}",
         **{name: repr(value) for name, value in options.must_agree().items()},
         "orbax_ext version": version.__version__,
         "Orbax version": version.orbax_version(),

@@ -143,13 +143,6 @@ def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def tree_digest(leaves: Sequence[Leaf], meshes: Sequence[MeshInfo]) -> str:
-    """Returns the digest of all leaves and their meshes. What equal leaves have in common counts once."""
-    kinds: dict[Leaf, int] = {}
-    numbered = [(leaf.name, kinds.setdefault(leaf.named(""), len(kinds))) for leaf in leaves]
-    return digest([numbered, list(kinds), meshes])
-
-
 class _Placement:
     """What a mesh means for the leaves on it, worked out once: there may be many leaves and devices."""
 
@@ -244,7 +237,9 @@ def _spread(leaves: Mapping[int, Leaf], axes: Mapping[str, int], group_bytes: in
     # A heap of (bytes dealt out whole so far, replica); of what is cut, all replicas read the same.
     loads = [(0, replica) for replica in range(math.prod(axes.values()))]
     made += [Sum(index, reader) for index, reader in _deal(alone, sizes, loads)]
-    for batch in _batches(sorted(small, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)):
+    for batch in _even_batches(
+        sorted(small, key=lambda index: (-sizes[index], index)), sizes, max(1, group_bytes // 2)
+    ):
         shares: list[list[int]] = [[] for _ in loads]
         for index, reader in _deal_in_runs(batch, sizes, loads):
             shares[reader].append(index)
@@ -278,6 +273,15 @@ def _groups(
         Group(mesh, axes, tuple(made[place] for place in batch), sum(sizes[place] for place in batch))
         for batch in _batches(range(len(made)), sizes, group_bytes)
     ]
+
+
+def _even_batches(indices: Sequence[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Does what `_batches` does, in batches of the same size as far as possible: then they share a program."""
+    total, largest = sum(sizes[index] for index in indices), max((sizes[index] for index in indices), default=0)
+    if not total:
+        return _batches(indices, sizes, most)
+    count = -(-total // most)
+    return _batches(indices, sizes, min(most, -(-total // (count * largest)) * largest))
 
 
 def _batches(indices: Iterable[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:

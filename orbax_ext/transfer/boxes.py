@@ -58,10 +58,6 @@ class ReadItem:
     memory: UsedMemory | None = None  # to read into if the blocks become the restored array; others only travel
     boxes: tuple[tuple[Box, tuple[jax.Device, ...]], ...] | None = None  # to read, if not those of the sharding
 
-    def into(self, buffers: HostBlocks) -> ReadItem:
-        """Returns the same item with buffers to read into."""
-        return ReadItem(self.index, self.request, self.leaf, self.sharding, self.block, buffers)
-
     @property
     def device_bytes(self) -> int:
         """The bytes that the item takes on each device."""
@@ -293,7 +289,14 @@ def _boxes(item: ReadItem) -> list[tuple[Any, Box, Sequence[jax.Device]]]:
     """Returns each box in the stored array (None if its rows are apart there), the same in the item, its devices."""
     if item.boxes is not None:
         return [(box, box, devices) for box, devices in item.boxes]
+    if item.leaf.slice is None:
+        return _whole(item.sharding, item.leaf.shape)
     return [(_in_storage(item, box), box, devices) for box, devices in _on_devices(item.sharding, item.leaf.shape)]
+
+
+@functools.lru_cache(maxsize=256)
+def _whole(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[Any, Box, Sequence[jax.Device]]]:
+    return [(box, box, devices) for box, devices in _on_devices(sharding, shape)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -308,8 +311,7 @@ def _on_devices(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[tuple[
 
 def _in_storage(item: ReadItem, box: Box) -> Box | None:
     rows, whole = item.leaf.slice, item.request.leaf
-    if rows is None:
-        return box
+    assert rows is not None
     first, end = box[rows.dim]
     shard = first // rows.size
     if (end - 1) // rows.size != shard:

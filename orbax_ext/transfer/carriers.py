@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -263,7 +264,8 @@ class PackCarrier(Carrier):
         return self._shares(dict(enumerate(self._bundle.shares)))
 
     def reads(self) -> list[ReadItem]:
-        return [item.into(self._vectors.buffers(item.index, item.block)) for item in self.items()]
+        buffers = self._vectors.buffers
+        return [dataclasses.replace(item, buffers=buffers(item.index, item.block)) for item in self.items()]
 
     def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
         return self._vectors.filled(read)
