@@ -289,14 +289,7 @@ def _boxes(item: ReadItem) -> list[tuple[Any, Box, Sequence[jax.Device]]]:
     """Returns each box in the stored array (None if its rows are apart there), the same in the item, its devices."""
     if item.boxes is not None:
         return [(box, box, devices) for box, devices in item.boxes]
-    if item.leaf.slice is None:
-        return _whole(item.sharding, item.leaf.shape)
     return [(_in_storage(item, box), box, devices) for box, devices in _on_devices(item.sharding, item.leaf.shape)]
-
-
-@functools.lru_cache(maxsize=256)
-def _whole(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[Any, Box, Sequence[jax.Device]]]:
-    return [(box, box, devices) for box, devices in _on_devices(sharding, shape)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -311,7 +304,8 @@ def _on_devices(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[tuple[
 
 def _in_storage(item: ReadItem, box: Box) -> Box | None:
     rows, whole = item.leaf.slice, item.request.leaf
-    assert rows is not None
+    if rows is None:
+        return box
     first, end = box[rows.dim]
     shard = first // rows.size
     if (end - 1) // rows.size != shard:
