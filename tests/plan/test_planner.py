@@ -209,6 +209,23 @@ def test_small_leaves_are_packed_and_dealt_out_by_bytes() -> None:
     assert pack.words * 4 >= max(loads)
 
 
+def test_equal_small_leaves_are_dealt_out_in_runs_of_what_is_stored_side_by_side() -> None:
+    leaves = [Leaf(str(n), (64,), "int8", 1, (64,), mesh=0, spec=(("tp",),)) for n in range(10)]
+    (group,) = spread(leaves).groups
+    (pack,) = group.bundles
+    assert isinstance(pack, Pack)
+    assert [share for share in pack.shares if share] == [(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)]
+
+
+def test_packs_of_equal_leaves_have_the_same_size() -> None:
+    leaves = [Leaf(str(n), (64,), "int8", 1, (64,), mesh=0, spec=(("tp",),)) for n in range(96)]
+    options = Options(strategy="spread", replica_axis="dp")
+    made = make_plan(leaves, [MESH], options, processes=4, group_bytes=64 * 80)
+    packs = [bundle for group in made.groups for bundle in group.bundles]
+    assert [len(pack.leaves) for pack in packs] == [32, 32, 32]  # 40 fit into a pack
+    assert len({(pack.words, pack.summed) for pack in packs if isinstance(pack, Pack)}) == 1
+
+
 def test_leaves_that_use_other_axes_have_other_replicas() -> None:
     whole = dataclasses.replace(LAYER, block=(4096, 1024), spec=((), ()), chunk=(1, 1024))
     made = spread([dataclasses.replace(LAYER, chunk=(128, 1024)), whole])

@@ -215,3 +215,36 @@ def test_memory_is_used_again_until_nothing_is_kept() -> None:
     memory.give_back([second])  # by a read that was under way
     del first, second
     assert freed() is None
+
+
+def test_chunks_of_small_arrays_are_read_with_few_requests(tmp_path: pathlib.Path) -> None:
+    """Each chunk that is asked for alone costs a request to storage."""
+    values = {f"small_{number:03}": np.arange(number, number + 64, dtype=np.int32) for number in range(100)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        state = {name: jnp.asarray(value) for name, value in values.items()}
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=64) for name in values}  # four chunks
+        checkpointer.save(tmp_path / "step", args=ocp.args.PyTreeSave(state, save_args))
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), P())
+    infos = [
+        type_handlers.ParamInfo(
+            name=name,
+            parent_dir=epath.Path(tmp_path / "step"),
+            is_ocdbt_checkpoint=True,
+            use_zarr3=False,
+            ts_context=context,
+        )
+        for context in [array_context(True)]
+        for name in values
+    ]
+    args = [ocp.ArrayRestoreArgs(sharding=sharding, global_shape=(64,), dtype=np.int32) for _ in values]
+    wanted = given_request(infos, args).leaf_requests
+    block = Block((64,), jnp.dtype(np.int32))
+    reads = [ReadItem(at, request, request.leaf, sharding, block) for at, request in enumerate(wanted)]
+    before = counters.requests()
+
+    found = asyncio.run(boxes.fetch(type_handlers.ArrayHandler(), reads))
+
+    assert counters.requests() - before < len(values)
+    for at, value in enumerate(values.values()):
+        (block_there,) = found[at].values()
+        assert block_there.tobytes() == value.tobytes()

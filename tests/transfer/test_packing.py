@@ -9,7 +9,7 @@ import pytest
 
 from orbax_ext.plan import Leaf
 from orbax_ext.plan.bundles import Pack, make_pack
-from orbax_ext.transfer import packing
+from orbax_ext.transfer import boxes, packing
 from orbax_ext.transfer.blocks import Block
 
 pytestmark = pytest.mark.once
@@ -61,3 +61,22 @@ def test_padding_stays_zero() -> None:
     vector = packing.Vectors(bundle, {device: 1}, LEAVES).filled(read)[device].view(np.uint8)
     assert vector[: SIZES[2]].tobytes() == VALUES[2].tobytes()
     assert not vector[SIZES[2] :].any()
+
+
+@pytest.mark.parametrize("size", [3, 8, 64, 100])
+def test_blocks_that_arrive_are_nowhere_at_an_address_that_jax_would_keep(size: int) -> None:
+    """JAX would keep the whole vector for such a block, and a step could not reuse its memory."""
+    (device,) = jax.local_devices()[:1]
+    values = [np.arange(number, number + size, dtype=np.uint8) for number in range(20)]
+    leaves = [Leaf(str(n), v.shape, "uint8", 1, v.shape, mesh=0) for n, v in enumerate(values)]
+    blocks = {n: Block(v.shape, v.dtype) for n, v in enumerate(values)}
+    bundle = make_pack((tuple(range(20)),), dict.fromkeys(blocks, size))
+    read = {n: {device: value} for n, value in enumerate(values)}
+    vector = packing.Vectors(bundle, {device: 0}, leaves).filled(read)[device]
+
+    unpacked = packing.unpack(bundle, {device: jax.device_put(vector, device)}, blocks, leaves)
+
+    for leaf, value in enumerate(values):
+        block = unpacked[leaf][device]
+        assert block.tobytes() == value.tobytes()
+        assert not boxes.is_aligned(block.ctypes.data)
