@@ -182,11 +182,16 @@ def served_from(path: str, url: str, requests: int | None = None) -> Iterator[No
         as_json = spec if isinstance(spec, dict) else spec.to_json()
         return plain_open(ts.Spec(_over_http(as_json, root, url)), *args, context=with_requests(context), **kwargs)
 
-    ts.open = open_over_http
+    def store_over_http(spec: Any, *args: Any, context: ts.Context | None = None, **kwargs: Any) -> Any:
+        return plain_store(_over_http(spec, root, url), *args, context=with_requests(context), **kwargs)
+
+    plain_store = ts.KvStore.open
+    stores: Any = ts.KvStore
+    ts.open, stores.open = open_over_http, staticmethod(store_over_http)
     try:
         yield
     finally:
-        ts.open = plain_open
+        ts.open, stores.open = plain_open, plain_store
 
 
 def _over_http(value: Any, root: str, url: str) -> Any:

@@ -72,8 +72,8 @@ async def fetch(handler: type_handlers.ArrayHandler, items: Sequence[ReadItem]) 
     """
     candidates = [item for item in items if _can_be_simple(item)]
     sizes = [item.device_bytes for item in candidates]
-    opening = begin_opening(handler, [item.request.info for item in candidates], sizes, REQUESTS.limit)
-    stores = await _results(opening)
+    infos, numbers = [item.request.info for item in candidates], [item.index for item in candidates]
+    stores = await _results(await begin_opening(handler, infos, sizes, numbers, REQUESTS.limit))
     reopened = reopening()
     reads = [
         read

@@ -22,6 +22,7 @@ from orbax.checkpoint._src.serialization import (
 )
 
 from orbax_ext.plan import requests as requests_plan
+from orbax_ext.upstream import array_index
 
 _REOPENING = 0.5  # seconds that an array may take to be opened without a look at storage: it takes less than 1 ms
 _FEW = 64 << 10  # bytes that cost more to ask for than to transfer
@@ -92,17 +93,32 @@ async def open_arrays(handler: type_handlers.ArrayHandler, infos: Sequence[Any])
     )
 
 
-def begin_opening(
-    handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes: Sequence[int], requests: int
+async def begin_opening(
+    handler: type_handlers.ArrayHandler,
+    infos: Sequence[Any],
+    sizes: Sequence[int],
+    numbers: Sequence[int],
+    requests: int,
 ) -> list[Any]:
     """Begins to open stored arrays, to read so many bytes of each as they are stored; returns TensorStore's futures.
 
-    So many requests are under way at a time, unless the user has said how many.
+    `numbers` are the places of the arrays in the checkpoint. So many requests are under way at a time, unless the user
+    has said how many.
     """
-    return [
-        tensorstore.open(spec, open=True, context=_with_requests(info.ts_context, requests))
-        for info, spec in zip(infos, _read_specs(handler, infos, sizes), strict=True)
-    ]
+    specs, contexts = [], [_with_requests(info.ts_context, requests) for info in infos]
+    small: dict[Any, list[int]] = {}  # by database and context
+    for at, (spec, database) in enumerate(_read_specs(handler, infos, sizes)):
+        specs.append(spec)
+        if database is not None:
+            small.setdefault((database, contexts[at]), []).append(at)
+    for (_, context), places in small.items():
+        names = [infos[at].name for at in places]
+        store = {name: value for name, value in specs[places[0]]["kvstore"].items() if name != "path"}
+        found = await array_index.indexed(store, names, [numbers[at] for at in places], context)
+        if found is not None:
+            for at, name in zip(places, names, strict=True):
+                specs[at] = {**specs[at], "kvstore": {**found, "path": name}}
+    return [tensorstore.open(spec, open=True, context=context) for spec, context in zip(specs, contexts, strict=True)]
 
 
 def reopening() -> Callable[[tensorstore.TensorStore], tensorstore.TensorStore]:
@@ -115,6 +131,8 @@ def reopening() -> Callable[[tensorstore.TensorStore], tensorstore.TensorStore]:
 
     def reopened(store: tensorstore.TensorStore) -> tensorstore.TensorStore:
         spec = store.spec(unbind_context=True).to_json()
+        if "kvstore" in spec:  # the index is in the memory of the first context
+            spec["kvstore"] = array_index.without_index(spec["kvstore"])
         resources = json.dumps(spec.pop("context", {}), sort_keys=True)
         if resources not in contexts:
             contexts[resources] = tensorstore.Context(json.loads(resources))
@@ -258,15 +276,17 @@ async def read_view(
     return array
 
 
-def _read_specs(handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes: Sequence[int]) -> Iterator[Any]:
-    """Yields TensorStore's specs of stored arrays. Those in one database differ only in a name, and in their size.
+def _read_specs(
+    handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes: Sequence[int]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields TensorStore's spec of each stored array, and what stands for its database if that has it as a small one.
 
-    Requests for small arrays are merged, also where Orbax does not do that.
+    Arrays in one database differ only in a name. Requests for small ones are merged, also where Orbax does not do that.
     """
     first: dict[tuple[Any, ...], Any] = {}
     for info, size in zip(infos, sizes, strict=True):
         if isinstance(info, StoredSpec):
-            yield _read_spec(handler, info)
+            yield _read_spec(handler, info), None
             continue
         # The property checks its type each time, which takes longer than all the rest.
         directory = vars(info).get("_parent_dir") or info.parent_dir
@@ -278,11 +298,11 @@ def _read_specs(handler: type_handlers.ArrayHandler, infos: Sequence[Any], sizes
             if named and small:
                 spec = {**spec, "kvstore": {**_MERGED, **spec["kvstore"]}}
             first[place] = spec if named else None
-            yield spec
+            yield spec, place if named and small else None
         elif (spec := first[place]) is None:
-            yield _read_spec(handler, info)
+            yield _read_spec(handler, info), None
         else:
-            yield {**spec, "kvstore": {**spec["kvstore"], "path": info.name}}
+            yield {**spec, "kvstore": {**spec["kvstore"], "path": info.name}}, place if small else None
 
 
 def _read_spec(handler: type_handlers.ArrayHandler, info: Any, dtype: Any = None) -> Any:
