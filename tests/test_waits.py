@@ -98,7 +98,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.pipeline", "self._reads.share.exception()"): _ENDED,
     ("transfer.read_ahead", "task.exception()"): _ENDED,
     ("transfer.boxes", "await ended"): _WORK,
-    ("upstream.array_index", "await source.experimental_copy_range_to(target, keys)"): _WORK,
+    (
+        "upstream.array_index",
+        "await asyncio.gather(*(source.experimental_copy_range_to(target, some) for some in keys))",
+    ): _WORK,
     ("upstream.array_index", "await tensorstore.KvStore.open(copied, context=context)"): _WORK,
     ("upstream.array_index", "await tensorstore.KvStore.open(whole, context=context)"): _WORK,
     ("transfer.boxes", "future.exception()"): _ENDED,

@@ -7,6 +7,7 @@ that are read takes a microsecond each. The copies refer to the same data files;
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import tensorstore
 
 _ENOUGH = 100  # arrays that are worth an index
-_MOST_RANGES = 64  # of names; with more it is quicker to copy all that lies between
 _IN_MEMORY = ".orbax_ext_index/"  # how the names of files begin that are in memory
 _NODE = 16 << 10  # bytes
 _numbers = itertools.count()
@@ -23,12 +23,10 @@ Store = Mapping[str, Any]  # TensorStore's spec of a database, as JSON
 
 
 def ranges(names: Sequence[str], numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """Returns the ranges of keys that hold arrays: one for each run of consecutive numbers, or one for all."""
+    """Returns the ranges of keys that hold arrays: one for each run of consecutive numbers."""
     places = sorted(range(len(names)), key=numbers.__getitem__)
     runs = itertools.groupby(enumerate(places), lambda pair: numbers[pair[1]] - pair[0])
     found = [[f"{names[place]}/" for _, place in run] for _, run in runs]
-    if len(found) > _MOST_RANGES:
-        found = [[key for run in found for key in run]]
     return [(min(run), f"{max(run)[:-1]}0") for run in found]  # "0" is the character after the slash
 
 
@@ -55,9 +53,8 @@ async def indexed(store: Store, names: Sequence[str], numbers: Sequence[int], co
         }
         source = await tensorstore.KvStore.open(whole, context=context)
         target = await tensorstore.KvStore.open(copied, context=context)
-        for first, end in ranges(names, numbers):
-            keys = tensorstore.KvStore.KeyRange(first, end)
-            await source.experimental_copy_range_to(target, keys)
+        keys = [tensorstore.KvStore.KeyRange(first, end) for first, end in ranges(names, numbers)]
+        await asyncio.gather(*(source.experimental_copy_range_to(target, some) for some in keys))
     except Exception:  # the arrays are opened without it, which raises what is wrong
         return None
     return copied

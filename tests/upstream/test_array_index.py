@@ -47,6 +47,14 @@ def test_arrays_are_found_by_the_index(saved: pathlib.Path) -> None:
     )
 
 
+def test_arrays_may_be_far_apart(saved: pathlib.Path) -> None:
+    names, context = list(VALUES)[1::2] + list(VALUES)[::4], array_context(True)
+    numbers = [list(VALUES).index(name) for name in names]
+    index: Any = asyncio.run(indexed(array_store(saved, None, True), names, numbers, context))
+    for name, found in zip(names, read(index, names, context), strict=True):
+        assert found.tobytes() == VALUES[name].tobytes()
+
+
 def test_what_the_index_was_made_of_can_be_opened_elsewhere(saved: pathlib.Path) -> None:
     store = array_store(saved, None, True)
     index: Any = asyncio.run(indexed(store, list(VALUES), range(150), array_context(True)))
@@ -69,4 +77,3 @@ def test_few_arrays_need_no_index(saved: pathlib.Path) -> None:
 def test_ranges_hold_runs_of_arrays() -> None:
     assert ranges(["a", "c", "b", "x"], [3, 5, 4, 9]) == [("a/", "c0"), ("x/", "x0")]
     assert ranges(["a", "a-b"], [0, 1]) == [("a-b/", "a0")]
-    assert ranges([str(n) for n in range(100, 300, 2)], list(range(0, 200, 2))) == [("100/", "2980")]
