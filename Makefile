@@ -10,6 +10,9 @@ find_python = $(or $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/
 PYTHON311 ?= $(call find_python,3.11)
 PYTHON313 ?= $(call find_python,3.13)
 
+# Tests start a thousand processes: without files of bytecode, each would compile every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # More than two cores need, because tests spend much of their time waiting.
 WORKERS ?= 3
 PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -17,6 +20,8 @@ PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 # With RETRY=1, tests that failed run once more, one after the other: on a few busy cores, some fail by chance. Both
 # results are shown. For .ci/run; a test that needs it often is to be fixed.
 retry = $(if $(RETRY), || $(1) -n 0 --last-failed --last-failed-no-failures=none)
+# What failed last, by release, because both may run at the same time.
+CACHE = -o cache_dir=.venv/$*/pytest-cache
 
 EXAMPLES ?= 300
 SEEDS ?= 100000
@@ -49,7 +54,7 @@ test-oldest: MARKED = -m 'not fork and not long and not once'
 test-newest: OTHER := $(OLDEST)
 test-oldest test-newest: test-%: $(OLDEST)/.ready $(NEWEST)/.ready .venv/s3server/.ready
 	export ORBAX_EXT_OTHER_PYTHON=$(CURDIR)/$(OTHER)/bin/python; \
-	.venv/$*/bin/python -m pytest $(PARALLEL) $(MARKED) $(PYTEST_ARGS)$(call retry,.venv/$*/bin/python -m pytest $(MARKED) $(PYTEST_ARGS))
+	.venv/$*/bin/python -m pytest $(CACHE) $(PARALLEL) $(MARKED) $(PYTEST_ARGS)$(call retry,.venv/$*/bin/python -m pytest $(CACHE) $(MARKED) $(PYTEST_ARGS))
 
 # Everything that starts no cluster, and one file that does. The test of the doctor would start another.
 QUICK = $(filter-out $(patsubst %,tests/%/,__pycache__ faults fork multiprocess slurm support),$(wildcard tests/*/))
@@ -78,7 +83,7 @@ fuzz-oldest fuzz-newest: fuzz-%: .venv/%/.ready
 test-faults: test-faults-oldest test-faults-newest ## processes that fail, stop, die or disagree during a restore; prints a table
 
 test-faults-oldest test-faults-newest: test-faults-%: .venv/%/.ready
-	.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS)$(call retry,.venv/$*/bin/python -m pytest tests/faults $(PYTEST_ARGS))
+	.venv/$*/bin/python -m pytest $(CACHE) tests/faults $(PYTEST_ARGS)$(call retry,.venv/$*/bin/python -m pytest $(CACHE) tests/faults $(PYTEST_ARGS))
 
 test-slurm: $(NEWEST)/.ready ## jobs of a real Slurm of four nodes on this machine (as root; apt-get install slurm-wlm munge)
 	$(NEWEST)/bin/python -m pytest tests/slurm $(PYTEST_ARGS)
@@ -165,12 +170,16 @@ test-matrix: $(NEWEST)/.ready ## the core tests on every release; writes bench/r
 dist: .venv/dist/.ready $(NEWEST)/.ready ## build sdist and wheel in dist/, check them, use the wheel in a new environment
 	$(NEWEST)/bin/python -m tools.dist --builder .venv/dist/bin/python
 
-# Makes .venv/NAME of PACKAGES, from constraints/NAME.txt. Of what pip says, only errors are shown.
+# Makes .venv/NAME of PACKAGES, from constraints/NAME.txt. Of what pip says, only errors are shown. One that was made of
+# the same is kept, whatever the dates of the files: a checkout changes them.
 define make_environment
-	@echo 'making environment $(1) (about a minute)'
-	@$(PYTHON) -m venv --clear .venv/$(1)
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/$(1)/bin/python -m pip install -qq -c constraints/$(1).txt $(PACKAGES)
-	@touch $@
+	@made_of() { printf '%s\n' $(PACKAGES); cat $^; }; \
+	if [ -e $@ ] && made_of | cmp -s - $@; then touch $@; else \
+		echo 'making environment $(1) (about a minute)' && rm -f $@ && \
+		$(PYTHON) -m venv --clear .venv/$(1) && \
+		PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/$(1)/bin/python -m pip install -qq -c constraints/$(1).txt $(PACKAGES) && \
+		made_of > $@; \
+	fi
 endef
 
 clean: ## remove environments and builds
