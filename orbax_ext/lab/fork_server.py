@@ -1,4 +1,4 @@
-"""A process that has imported JAX and Orbax, from which the processes of clusters are forked.
+"""A process that has imported JAX, Orbax and orbax_ext, from which the processes of clusters are forked.
 
 The imports are most of what starting a process costs. JAX makes its backends and its threads when they are first used,
 which only the forked processes do. `forked.ForkServer` starts it as `python -m orbax_ext.lab.fork_server FD`, where FD
@@ -21,7 +21,7 @@ from typing import NoReturn
 from orbax_ext.lab import worker
 from orbax_ext.lab.protocol import LONGEST_MESSAGE, Fork
 
-_PRELOADED = ("jax", "orbax.checkpoint")
+_PRELOADED = ("jax", "orbax.checkpoint", "orbax_ext.handler", "orbax_ext.registration")
 
 
 def main(fd: int) -> None:
