@@ -24,38 +24,57 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The files that take longest, the longest first, so that no worker has one of them left when the others have ended.
 _LONGEST = [
     "multiprocess/test_damaged_metadata",
-    "multiprocess/test_late_reader",
-    "multiprocess/test_abstract_state",
-    "multiprocess/placement",
-    "multiprocess/test_auto",
-    "multiprocess/test_take_over",
-    "cli/test_run",
-    "simulation/test_simulation",
     "multiprocess/test_demo",
+    "multiprocess/test_take_over",
     "multiprocess/test_emergency",
-    "multiprocess/test_restore",
-    "multiprocess/test_meeting",
-    "storage/s3/test_faults",
-    "multiprocess/test_step_listing",
-    "multiprocess/test_dtypes",
-    "multiprocess/test_gcs",
-    "multiprocess/test_check",
-    "multiprocess/test_trainers",
-    "multiprocess/test_s3",
-    "multiprocess/test_restore_async",
+    "multiprocess/test_auto",
     "multiprocess/test_examples",
+    "cli/test_run",
+    "multiprocess/placement",
+    "multiprocess/test_restore_async",
+    "multiprocess/test_meeting",
+    "multiprocess/test_trainers",
+    "multiprocess/test_check",
+    "storage/s3/test_faults",
+    "multiprocess/test_release",
+    "multiprocess/test_s3",
+    "multiprocess/test_abstract_state",
+    "multiprocess/test_run",
+    "multiprocess/test_lab",
+    "simulation/test_conformance",
+    "multiprocess/test_leaf_kinds",
+    "multiprocess/test_restore",
+    "meeting/test_session",
+    "multiprocess/test_bench",
+    "multiprocess/test_gcs",
+    "plan/test_course",
+    "multiprocess/test_slices",
+    "multiprocess/test_step_listing",
+    "report/test_progress",
+    "multiprocess/test_dtypes",
+    "multiprocess/test_emergency_tiers",
+    "multiprocess/test_saving",
+    "multiprocess/test_report",
+    "multiprocess/test_fallback",
+    "storage/s3/test_credentials",
+    "multiprocess/test_entry_points",
+    "cli/test_main",
+    "multiprocess/test_property",
+    "multiprocess/test_topology",
+    "multiprocess/test_donation",
+    "cli/test_inspect",
+    "storage/s3/test_stores",
+    "multiprocess/test_verification",
+    "report/test_page",
     "multiprocess/test_fuzz",
     "multiprocess/test_job",
-    "multiprocess/test_property",
-    "multiprocess/test_verification",
-    "multiprocess/test_leaf_kinds",
-    "storage/s3/test_credentials",
-    "storage/s3/test_stores",
 ]
 
 
 # Files whose tests share nothing that is slow to make, and take long: any worker runs any of them.
 _APART = {"simulation/test_simulation"}
+# Tests that only wait, by the file that the same worker runs meanwhile.
+_MEANWHILE = {"multiprocess/test_late_reader": "multiprocess/test_damaged_metadata"}
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -72,10 +91,13 @@ class _ByFile(LoadScopeScheduling):
 
 def _group(nodeid: str) -> str:
     """Returns the tests with which a test shares a worker: itself, its file or its folder."""
+    name = _file(nodeid)
+    return nodeid if name in _APART else _MEANWHILE.get(name, name)
+
+
+def _file(nodeid: str) -> str:
     file = pathlib.PurePosixPath(nodeid.partition("::")[0])
-    group = file.parent if file.parent.name == "placement" else file.with_suffix("")
-    name = str(group).removeprefix("tests/")
-    return nodeid if name in _APART else name
+    return str(file.parent if file.parent.name == "placement" else file.with_suffix("")).removeprefix("tests/")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,11 +106,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, where several workers share them."""
+    """Puts the files that take longest first, where several workers share them; what waits meanwhile comes behind."""
     if items and hasattr(items[0].config, "workerinput"):
         ranks = {name: rank for rank, name in enumerate(_LONGEST)}
-        names = {item: _group(item.nodeid).partition(".py::")[0].removeprefix("tests/") for item in items}
-        items.sort(key=lambda item: ranks.get(names[item], len(ranks)))
+
+        def rank(item: pytest.Item) -> tuple[int, bool]:
+            name = _file(item.nodeid)
+            return ranks.get(_MEANWHILE.get(name, name), len(ranks)), name in _MEANWHILE
+
+        items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

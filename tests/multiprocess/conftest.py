@@ -13,14 +13,14 @@ from tests.support import late_reader, states
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves tests of a late reader to the end; `late_restores` starts their restores first."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # else another worker runs tests while they wait
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else tests/conftest.py says after which file they come
         items.sort(key=lambda item: bool(_late_restores(item)))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _begin_late_restores(request: pytest.FixtureRequest) -> None:
-    """Starts the restores that mostly wait, so that other tests run meanwhile."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # else another worker runs tests meanwhile
+    """Starts the restores that mostly wait, so that other tests of the same worker run meanwhile."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or request.module.__name__.endswith(".test_damaged_metadata"):
         request.getfixturevalue("late_restores")
 
 
