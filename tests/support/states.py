@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,7 +78,15 @@ def host_data(specs: Mapping[str, Spec], first: int = 0) -> dict[str, np.ndarray
     return {name: random_array(seed, spec) for seed, (name, spec) in enumerate(sorted(specs.items()), first)}
 
 
+@functools.lru_cache(maxsize=128)
 def random_array(seed: int, spec: Spec) -> np.ndarray:
+    """Returns random bytes, which nobody may change: a test compares with them again and again."""
+    array = _random_array(seed, spec)
+    array.flags.writeable = False
+    return array
+
+
+def _random_array(seed: int, spec: Spec) -> np.ndarray:
     dtype = jnp.dtype(spec.dtype)
     random = np.random.default_rng(seed)
     if spec.dtype == "bool":
