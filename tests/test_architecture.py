@@ -12,6 +12,8 @@ import pytest
 import orbax_ext
 from tests.support.package_source import PACKAGE, modules, sources
 
+pytestmark = pytest.mark.once
+
 # Lowest first: a module imports from its own line and from lines above it.
 LAYERS = (
     {"version", "redact", "text", "errors", "options"},

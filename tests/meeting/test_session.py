@@ -24,6 +24,8 @@ from orbax_ext.meeting.wire import restore_error_to_json
 from orbax_ext.upstream import runtime
 from tests.support.coordination import SharedClient, on_processes
 
+pytestmark = pytest.mark.once
+
 
 async def work() -> str:
     return "done"

@@ -69,6 +69,7 @@ def test_what_exceeds_the_memory_limit_is_read_in_the_result(small_cluster: lab.
         assert (one.differences, one.ahead) == ([], 0)
 
 
+@pytest.mark.once
 def test_nothing_is_left_of_a_restore_that_nobody_wants(small_cluster: lab.Cluster, saved: str) -> None:
     for left in small_cluster.run(pending.leave, saved):
         for way, held, threads in left:
@@ -84,6 +85,7 @@ def test_two_pending_restores_an_ordinary_one_and_a_save(small_cluster: lab.Clus
         assert left == [[]]
 
 
+@pytest.mark.once
 def test_processes_that_restore_different_steps_are_refused(small_cluster: lab.Cluster, saved: str) -> None:
     """They would exchange pieces of both."""
     for texts in small_cluster.run(pending.restore_different_steps, saved):
@@ -118,7 +120,7 @@ def test_a_damaged_chunk_is_the_error_of_all(small_cluster: lab.Cluster, saved: 
             assert left == []
 
 
-@pytest.mark.parametrize("exchange", ["result", "background"])
+@pytest.mark.parametrize("exchange", ["result", pytest.param("background", marks=pytest.mark.once)])
 def test_an_error_of_one_process_is_the_error_of_all(small_cluster: lab.Cluster, saved: str, exchange: str) -> None:
     for text, *left in small_cluster.run(pending.fail_on_one, saved, exchange):
         assert text.startswith("RestoreFailedError: restore failed on 1 process:\n  process 2 (")
@@ -126,7 +128,7 @@ def test_an_error_of_one_process_is_the_error_of_all(small_cluster: lab.Cluster,
         assert left == []
 
 
-@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("limit", [None, pytest.param(3.0, marks=pytest.mark.once)])
 def test_a_process_that_does_not_ask_is_named_within_the_limits(
     small_cluster: lab.Cluster, saved: str, limit: float | None
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_process_that_does_not_ask_is_named_within_the_limits(
         assert left == []
 
 
+@pytest.mark.once
 def test_the_example_computes_what_the_sequential_program_does(small_cluster: lab.Cluster, path: str) -> None:
     sequential, overlapped = (str(EXAMPLES / name) for name in ("train.py", "overlap.py"))
     small_cluster.run(pending.losses, sequential, path, 3)
@@ -161,16 +164,19 @@ def test_the_whole_restore_runs_in_the_background(
         assert (one.differences, one.left) == ([], ())
 
 
+@pytest.mark.once
 def test_two_whole_restores_run_one_after_the_other(small_cluster: lab.Cluster, saved: str) -> None:
     assert small_cluster.run(pending.several_in_background, saved) == [[[], [], []]] * 4
 
 
+@pytest.mark.once
 def test_a_restore_in_the_background_can_be_waited_for_again(small_cluster: lab.Cluster, saved: str) -> None:
     for message, differences in small_cluster.run(pending.wait_a_little, saved):
         assert "has not ended within 0 s" in message
         assert differences == []
 
 
+@pytest.mark.once
 def test_a_process_that_cancels_in_the_background_ends_it_for_all(small_cluster: lab.Cluster, saved: str) -> None:
     results = small_cluster.run(pending.fail, saved, absent=2, exchange="background")
     for first, second, *left in results[:2] + results[3:]:
@@ -179,11 +185,13 @@ def test_a_process_that_cancels_in_the_background_ends_it_for_all(small_cluster:
         assert left == []
 
 
+@pytest.mark.once
 def test_cancelling_at_the_end_leaves_nobody_in_a_barrier(small_cluster: lab.Cluster, saved: str) -> None:
     """Some are in Orbax's own barrier already: process 0 has to come to it as well."""
     assert small_cluster.run(pending.cancel_at_the_end, saved) == [[]] * 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("where", ["read", "meeting"])
 def test_cancelling_on_one_process_ends_it_soon_for_all(small_cluster: lab.Cluster, saved: str, where: str) -> None:
     results = small_cluster.run(pending.cancel_on_one, saved, where)

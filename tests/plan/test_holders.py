@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from orbax_ext.plan import holders
@@ -15,6 +16,8 @@ from orbax_ext.plan.loads import fill, find_gaps
 from orbax_ext.plan.topology import MeshInfo
 from orbax_ext.plan.volumes import relay_traffic
 from tests.support.local_leaves import ONE_HOST, REPLICATED, SHARDED, TWO_HOSTS, columns_of, leaf
+
+pytestmark = pytest.mark.once
 
 GROUP = 1 << 20
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from orbax_ext.plan.holders import ABSENT, Columns, Loaded
 from orbax_ext.plan.loads import Gaps, deal, deal_all, fill, find_gaps
 from orbax_ext.plan.topology import MeshInfo
 from tests.support.local_leaves import REPLICATED, SHARDED, TWO_HOSTS, columns_of, leaf
+
+pytestmark = pytest.mark.once
 
 # 4 processes x 1 device that needs a block of its own.
 EACH_ITS_OWN = MeshInfo(("dp", "tp"), (1, 4), (0, 1, 2, 3))

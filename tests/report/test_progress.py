@@ -23,6 +23,8 @@ from orbax_ext.report import progress
 from orbax_ext.report.progress import ProgressSnapshot, Tracker
 from orbax_ext.report.recorder import Recorder
 
+pytestmark = pytest.mark.once
+
 MB = 1_000_000
 RESTORE_PLAN = RestorePlan(strategy="spread", leaves=(), groups=(), direct={})
 
