@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import serialize_executable
 
 import orbax_ext
 from bench import network, work
@@ -20,10 +23,12 @@ from orbax_ext.lab import handlers
 from orbax_ext.upstream.array_handler import ArrayMetadataStore
 from orbax_ext.upstream.runtime import coordination_client
 
-_WIDTH = 64  # columns of a leaf that a layer uses: the step itself is quick, whatever it takes to compile
+_WIDTH = 4  # columns of a leaf that a layer uses: the step itself is quick, whatever it takes to compile
 _ROWS = 8
 _RATE = 0.01
 _START_LIMIT = 120  # seconds for all processes to be ready
+_COMPILE_LIMIT = 300  # seconds
+_ON_ONE_CORE = {"xla_cpu_parallel_codegen_split_count": 1}
 
 State = dict[str, jax.Array]
 
@@ -41,12 +46,14 @@ class FirstStep:
     idle_seconds: float  # of all cores of the machine
 
 
-def first_step(scenario: Scenario, path: str, way: str, layers: int, url: str) -> FirstStep:
+def first_step(
+    scenario: Scenario, path: str, way: str, layers: int, url: str, *, one_compiles: bool = False
+) -> FirstStep:
     """Restores, compiles the step and runs it. `way` says how the first two are done, or that only one of them is."""
     abstract = _abstract(scenario)
     args = ocp.args.StandardRestore(abstract)
     plain = ocp.type_handlers.ArrayHandler(array_metadata_store=ArrayMetadataStore())
-    registered: Any = handlers.installed(plain) if way == "plain" else orbax_ext.registered(progress=False)
+    registered: Any = handlers.installed(plain) if way.startswith("plain") else orbax_ext.registered(progress=False)
     with work.served_from(path, url), registered, ocp.CheckpointManager(path) as manager:
         # Not `sync_global_devices`: it runs a program, and each start has to connect by itself.
         coordination_client().wait_at_barrier(f"start {way} {layers}", timeout_in_ms=_START_LIMIT * 1000)
@@ -57,8 +64,9 @@ def first_step(scenario: Scenario, path: str, way: str, layers: int, url: str) -
             pending = orbax_ext.restore_async(manager, 0, args=args, exchange=exchange)
         elif way != "compile":
             state = watch.time("restore", lambda: jax.block_until_ready(manager.restore(0, args=args)))
-        if way != "restore":
-            step = watch.time("compile", lambda: compile_step(abstract, layers))
+        if not way.endswith("restore"):
+            program = pathlib.Path(path).with_name(f"program of {layers} layers") if one_compiles else None
+            step = watch.time("compile", lambda: compile_step(abstract, layers, program))
         if pending is not None:
             state = watch.time("restore", lambda: jax.block_until_ready(pending.result()))
         if step is not None and state is not None:
@@ -82,24 +90,44 @@ class _Watch:
             self.seconds[part] += time.monotonic() - began
 
 
-def compile_step(abstract: dict[str, jax.ShapeDtypeStruct], layers: int) -> Any:
-    """Compiles a step of unrolled layers, forward and backward, with the update of the weights."""
+def compile_step(abstract: dict[str, jax.ShapeDtypeStruct], layers: int, program: pathlib.Path | None = None) -> Any:
+    """Compiles a step of unrolled layers, forward and backward, with the update of the weights.
+
+    With `program`, a file, only process 0 compiles, on one core; the others load what it has compiled.
+    """
+    if program is None:
+        return _lowered_step(abstract, layers).compile()
+    client = coordination_client()
+    if jax.process_index() == 0:
+        step = _lowered_step(abstract, layers).compile(compiler_options=_ON_ONE_CORE)
+        program.write_bytes(pickle.dumps(serialize_executable.serialize(step)))
+        client.key_value_set(str(program), "written")
+        return step
+    client.blocking_key_value_get(str(program), _COMPILE_LIMIT * 1000)
+    return serialize_executable.deserialize_and_load(*pickle.loads(program.read_bytes()))
+
+
+def _lowered_step(abstract: dict[str, jax.ShapeDtypeStruct], layers: int) -> jax.stages.Lowered:
+    @jax.jit  # traced once; XLA compiles it as often as it is called
+    def layer(weight: jax.Array, hidden: jax.Array, scale: float) -> jax.Array:
+        # Random bits are no weights: bring them into a range in which nothing overflows.
+        weight = jnp.nan_to_num(weight.astype(jnp.float32), posinf=1.0, neginf=-1.0)
+        weight = jnp.tanh(weight) * scale
+        return jnp.tanh(hidden @ weight.T) @ weight + hidden
 
     def loss_of(weights: State) -> jax.Array:
         hidden = jnp.ones((_ROWS, _WIDTH), jnp.float32)
         for number, name in zip(range(layers), _cycle(weights), strict=False):
-            # Random bits are no weights: bring them into a range in which nothing overflows.
-            weight = jnp.nan_to_num(weights[name].astype(jnp.float32), posinf=1.0, neginf=-1.0)
-            weight = jnp.tanh(weight) / (8.0 + number)
-            hidden = jnp.tanh(hidden @ weight.T) @ weight + hidden
+            hidden = layer(weights[name], hidden, 1 / (8.0 + number))
         return jnp.mean(hidden**2)
 
     def step(state: State) -> tuple[State, jax.Array]:
         used = {name: leaf[:, :_WIDTH] for name, leaf in state.items()}
         loss, gradients = jax.value_and_grad(loss_of)(used)
-        return {name: leaf.at[:, :_WIDTH].add(-_RATE * gradients[name]) for name, leaf in state.items()}, loss
+        new = {name: weight - (_RATE * gradients[name]).astype(weight.dtype) for name, weight in used.items()}
+        return {name: jax.lax.dynamic_update_slice(leaf, new[name], (0, 0)) for name, leaf in state.items()}, loss
 
-    return jax.jit(step, donate_argnums=0).lower(abstract).compile()
+    return jax.jit(step, donate_argnums=0).lower(abstract)
 
 
 def _cycle(weights: State) -> Any:
@@ -108,11 +136,11 @@ def _cycle(weights: State) -> Any:
         yield from names
 
 
-def compile_seconds(scenario: Scenario, layers: int) -> float:
-    """Compiles on all processes at once; returns the seconds that this one took."""
+def compile_seconds(scenario: Scenario, layers: int, program: str) -> float:
+    """Compiles on all processes at once, or on one of them for all; returns the seconds that this one took."""
     coordination_client().wait_at_barrier(f"compile {layers}", timeout_in_ms=_START_LIMIT * 1000)
     started = time.monotonic()
-    compile_step(_abstract(scenario), layers)
+    compile_step(_abstract(scenario), layers, pathlib.Path(program) if program else None)
     return time.monotonic() - started
 
 

@@ -37,10 +37,11 @@ from orbax_ext.storage.connections import limit_silence_in
 from orbax_ext.storage.stall import OthersTurn, while_bytes_arrive, while_storage_answers
 from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.garbage import collected_seldom
-from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, place_for, taking
+from orbax_ext.transfer.held_blocks import HeldBlocks, PlannedShare, taking
 from orbax_ext.transfer.memory import memory_limit
 from orbax_ext.transfer.pipeline import Pipeline
 from orbax_ext.transfer.release import loss_explained
+from orbax_ext.transfer.units_ahead import place_for
 from orbax_ext.transfer.verify import Digests, verify, verify_alone
 from orbax_ext.upstream.array_handler import (
     ArrayHandlerArguments,
@@ -192,7 +193,7 @@ class BroadcastArrayHandler(type_handlers.SingleReplicaArrayHandler):
         stored_args = await while_storage_answers(stacked_restore.stored_args(self, infos, args), stall)
         request = await self._request(infos, stored_args)
         plan = self._plan(request, memory_limit(self.options, request), Recorder())
-        return place_for(PlannedShare(self, request, plan, saved), stall)
+        return place_for(PlannedShare(self, request, plan, saved), stall, whole_groups=self.options.strategy == "auto")
 
     async def _saved(self, infos: Sequence[Any]) -> str | None:
         """Returns what differs between two saves under the same name; None if that can't be found out."""

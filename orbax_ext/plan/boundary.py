@@ -47,6 +47,7 @@ class Progress:
     storage: float  # bytes per second that it reads
     fabric: float  # bytes per second that it receives in exchanges; 0 before the first one has ended
     unused: int = 0  # bytes of shares that it has read in this restore and that do not travel yet
+    held: int = 0  # groups, from the last on, that it has read as a whole before this restore
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -78,12 +79,14 @@ def bytes_of_groups(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: in
 def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> int:
     """Returns the new boundary, given the progress of all processes: `ends.back`, or less.
 
-    It moves only if no process has anything to read, and no further than that the groups that are read directly double:
-    so little experience decides little.
+    It moves to the groups that all hold already. Else it moves only if no process has anything to read, and no further
+    than that the groups that are read directly double: so little experience decides little.
     """
+    if (held := max(ends.front, len(groups) - min(one.held for one in progress))) < ends.back:
+        return held
     if not everything_is_read(groups, ends, progress):
         return ends.back
-    untouched = max(ends.front, *(one.begun for one in progress))
+    untouched = min(ends.back, max(ends.front, *(one.begun for one in progress)))
     least = max(untouched, ends.back - max(1, len(groups) - ends.back))
     if all(one.fabric for one in progress):
         best = best_boundary(groups, ends, untouched, progress)

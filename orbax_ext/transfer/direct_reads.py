@@ -104,15 +104,23 @@ class DirectReads:
         results = await asyncio.gather(hand_over_held(), read_special(special), *map(read_batch, batches))
         return {leaf: array for arrays in results for leaf, array in arrays.items()}
 
+    def items(self, leaves: Iterable[int]) -> list[ReadItem]:
+        """Returns what this process reads of leaves and slices that do not travel: what all its devices hold."""
+        return [self._whole_item(leaf) for leaf in leaves]
+
     async def read_own(
-        self, leaves: Sequence[int], all_read: Callable[[], None] = lambda: None
+        self,
+        leaves: Sequence[int],
+        all_read: Callable[[], None] = lambda: None,
+        held: Mapping[int, HostBlocks] | None = None,
     ) -> dict[int, jax.Array]:
         """Reads leaves or slices on all devices of this process; returns the leaves that are complete with them.
 
-        `all_read` is called when all is read. From then on it can't be given up: a thread puts the leaves together.
+        `held` are blocks that were read before. `all_read` is called when all is read. From then on it can't be given
+        up: a thread puts the leaves together.
         """
-        items = [self._whole_item(leaf) for leaf in leaves]
-        fetched: dict[int, Blocks] = {**await boxes.fetch(self._reader, items)}
+        items = self.items(leaf for leaf in leaves if not held or leaf not in held)
+        fetched: dict[int, Blocks] = {**(held or {}), **(await boxes.fetch(self._reader, items) if items else {})}
         left = [item for item in items if item.index not in fetched]
         self._note_through_orbax(item.index for item in left)
         self._release([item.index for item in left])
@@ -159,7 +167,6 @@ class DirectReads:
         return await run_in_thread(owned, self._limit)
 
     def _whole_item(self, index: int) -> ReadItem:
-        """Returns what this process reads of a leaf or slice that does not travel: what all its devices hold."""
         request, leaf = self._leaves.request(index), self._leaves.leaves[index]
         sharding = self._own_sharding(request.sharding)
         memory = self._memory if leaf.slice is None else None

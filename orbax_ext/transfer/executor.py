@@ -123,12 +123,18 @@ class Executor:
 
         return await self._in_thread(contributions)
 
-    async def read_whole(self, group: Group, all_read: Callable[[], None] = lambda: None) -> dict[int, jax.Array]:
+    async def read_whole(
+        self,
+        group: Group,
+        all_read: Callable[[], None] = lambda: None,
+        held: Mapping[int, HostBlocks] | None = None,
+    ) -> dict[int, jax.Array]:
         """Reads all that this process holds of a group, without an exchange; returns the leaves that are complete.
 
-        `all_read` is called when all is read: from then on it can't be given up.
+        `held` are blocks that were read before. `all_read` is called when all is read: from then on it can't be given
+        up.
         """
-        return await self.direct.read_own(group.leaves, all_read)
+        return await self.direct.read_own(group.leaves, all_read, held)
 
     async def read_direct(
         self, leaves: Collection[int], held: Mapping[int, HostBlocks], turn: Turn = at_once

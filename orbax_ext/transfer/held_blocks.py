@@ -11,29 +11,20 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
-from orbax_ext import mesh as mesh_lib
-from orbax_ext.plan import Leaf, RestorePlan
+from orbax_ext.plan import RestorePlan
 from orbax_ext.report.recorder import Recorder
-from orbax_ext.request import LeafRequest, Request
-from orbax_ext.transfer.blocks import Block
-from orbax_ext.transfer.boxes import HostBlocks, ReadItem, UsedMemory, fetched_bytes
-from orbax_ext.transfer.executor import Executor
+from orbax_ext.request import Request
+from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 
 T = TypeVar("T")
-
-_BATCH_BYTES = 64 << 20  # of leaves that are read directly: so many are read at a time
 
 Held = Mapping[int, HostBlocks]  # by index in the plan
 CompilePrograms = Callable[[threading.Event], None]  # ends early when the event is set
@@ -59,9 +50,10 @@ class Unit:
 
 
 class HeldBlocks:
-    """What is held for one restore: the first groups of its plan, then leaves that are read directly.
+    """What is held for one restore: shares of the first groups of its plan, then leaves that are read directly.
 
-    One event loop fills it, another one takes from it.
+    When all of that is held, also what others would send: whole groups, the last one first. One event loop fills it,
+    another one takes from it.
     """
 
     def __init__(
@@ -69,14 +61,20 @@ class HeldBlocks:
         share: PlannedShare | None,
         units: Sequence[Unit],
         compile_programs: CompilePrograms = lambda given_up: None,
+        wholes: Sequence[Unit] = (),
     ) -> None:
-        """`units`: first one for each group of the plan, then others. None and no units: nothing is held."""
+        """`units`: first one for each group of the plan, then others. None and no units: nothing is held.
+
+        `wholes`: for each group again, all that this process holds of it in the end; empty if they must not be read.
+        """
         self._share = share
         self.compile_programs = compile_programs  # of the exchanges; runs none
         self._units = list(units)
+        self._wholes = list(wholes)
         self._group_count = 0 if share is None else len(share.plan.groups)
         self._lock = threading.RLock()  # `drop` may be called wherever Python collects garbage
         self._begun = 0  # units whose reading has begun
+        self._wholes_begun = 0  # from the last one on
         self._open = True  # whether more may begin
 
     @property
@@ -86,13 +84,18 @@ class HeldBlocks:
 
     @property
     def bytes(self) -> int:
-        """All bytes that may be held."""
+        """All bytes of the share."""
         return sum(unit.bytes for unit in self._units)
 
     @property
     def groups(self) -> int:
         """How many groups, from the first on, are held or being read."""
         return min(self._begun, self._group_count)
+
+    @property
+    def whole_groups(self) -> int:
+        """How many groups, from the last on, are held or being read as a whole."""
+        return self._wholes_begun
 
     def others(self, groups: Iterable[int]) -> list[int]:
         """Returns those of these groups that the restore itself reads from storage."""
@@ -101,12 +104,25 @@ class HeldBlocks:
     def begin(self, room: int) -> Unit | None:
         """Returns the next unit to read, if it fits into `room` bytes and nobody has begun to take."""
         with self._lock:
-            if not self._open or self._begun == len(self._units) or self._units[self._begun].bytes > room:
+            if self._begun == len(self._units) or not self._may_begin(unit := self._units[self._begun], room):
                 return None
-            unit = self._units[self._begun]
-            unit.blocks.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
             self._begun += 1
             return unit
+
+    def begin_whole(self, room: int) -> Unit | None:
+        """Returns the next whole group to read, if all of the share has begun; otherwise like `begin`."""
+        with self._lock:
+            left = self._wholes[: len(self._wholes) - self._wholes_begun]
+            if self._begun < len(self._units) or not left or not self._may_begin(unit := left[-1], room):
+                return None
+            self._wholes_begun += 1
+            return unit
+
+    def _may_begin(self, unit: Unit, room: int) -> bool:
+        if not self._open or unit.bytes > room:
+            return False
+        unit.blocks.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+        return True
 
     def freeze(self) -> None:
         """Lets no further unit begin."""
@@ -117,6 +133,7 @@ class HeldBlocks:
         """Forgets all blocks."""
         self.freeze()
         self._units, self._begun = [], 0
+        self._wholes, self._wholes_begun = [], 0
 
     def is_for(self, request: Request, plan: RestorePlan, saved: str | None) -> bool:
         """Returns whether a restore asks for exactly this, of the same save."""
@@ -128,38 +145,33 @@ class HeldBlocks:
 
     async def take_group(self, number: int) -> Held:
         """Returns this process's share of a group, as far as it is held, and forgets it."""
-        return await self._take(number) if number < self.groups else {}
+        return await _take(self._units[number]) if number < self.groups else {}
+
+    async def take_whole(self, number: int) -> Held:
+        """Returns all that this process holds of a group in the end, if it is held here, and forgets it.
+
+        Forgets its share, too: the group does not travel.
+        """
+        if number < self.groups:
+            self._units[number].blocks = _nothing()
+        held = range(self._group_count - self._wholes_begun, self._group_count)
+        return await _take(self._wholes[number]) if number in held else {}
 
     async def take_direct(self, leaves: Sequence[int]) -> dict[int, HostBlocks]:
         """Returns those of these leaves that are held, and forgets them."""
         taken: dict[int, HostBlocks] = {}
         for number in range(self._group_count, self._begun):
-            taken.update(await self._take(number))
+            taken.update(await _take(self._units[number]))
         return {leaf: taken[leaf] for leaf in leaves if leaf in taken}
 
-    async def _take(self, number: int) -> Held:
-        unit = self._units[number]
-        try:
-            return await asyncio.wrap_future(unit.blocks)
-        except (Exception, concurrent.futures.CancelledError):
-            return {}  # the restore reads it, and raises the error
-        finally:
-            unit.blocks = _nothing()
 
-
-def place_for(share: PlannedShare, limit: float) -> HeldBlocks:
-    """Returns a place for a share. `limit`: seconds for a program, of which this runs none."""
-    executor = Executor(share.handler, share.request, share.plan.leaves, limit)
-    # A pack's leaves are copied into its vector when they are taken: the vector belongs to the exchange.
-    groups = [_unit(executor.items(group)) for group in share.plan.groups]
-    units = [*groups, *map(_unit, _batches(_direct_items(share)))]
-    return HeldBlocks(share, units, functools.partial(executor.compile_now, share.plan.groups))
-
-
-def _unit(items: Sequence[ReadItem]) -> Unit:
-    """Returns the unit of those items that can be read just as they are stored. All others are left to the restore."""
-    sizes = [fetched_bytes(item) for item in items]
-    return Unit(tuple(item for item, size in zip(items, sizes, strict=True) if size), sum(sizes))
+async def _take(unit: Unit) -> Held:
+    try:
+        return await asyncio.wrap_future(unit.blocks)
+    except (Exception, concurrent.futures.CancelledError):
+        return {}  # the restore reads it, and raises the error
+    finally:
+        unit.blocks = _nothing()
 
 
 def _nothing() -> concurrent.futures.Future[Held]:
@@ -170,42 +182,6 @@ def _nothing() -> concurrent.futures.Future[Held]:
 
 def _places(request: Request) -> list[tuple[str, object, object]]:
     return [(os.fspath(leaf.info.parent_dir), leaf.info.name, leaf.sharding) for leaf in request.leaf_requests]
-
-
-def _direct_items(share: PlannedShare) -> Iterator[ReadItem]:
-    """Yields the leaves that are read directly and need no conversion by Orbax: each with what this process holds."""
-    for index in share.plan.direct:
-        request = share.request.leaf_requests[index]
-        leaf, sharding = request.leaf, request.sharding
-        if leaf.mesh is not None:
-            block = Block(leaf.block, jnp.dtype(leaf.dtype))
-            here = mesh_lib.replica_sharding(sharding, sharding.mesh)
-            yield ReadItem(index, request, leaf, here, block, memory=UsedMemory())
-        elif isinstance(sharding, SingleDeviceSharding) and (whole := _on_one_device(request)) is not None:
-            yield ReadItem(index, *whole, memory=UsedMemory())
-
-
-def _on_one_device(request: LeafRequest) -> tuple[LeafRequest, Leaf, SingleDeviceSharding, Block] | None:
-    """Returns the rest of the item of a leaf on one device; None if it has to be read by Orbax."""
-    arg, leaf = request.arg, request.leaf
-    known = getattr(arg, "global_shape", None) is not None and getattr(arg, "dtype", None) is not None
-    if not known or not request.is_plain or not request.sharding.addressable_devices:
-        return None
-    dtype = jax.dtypes.canonicalize_dtype(arg.dtype)
-    here = SingleDeviceSharding(next(iter(request.sharding.device_set)))
-    return request, dataclasses.replace(leaf, itemsize=dtype.itemsize), here, Block(leaf.shape, dtype)
-
-
-def _batches(items: Iterator[ReadItem]) -> Iterator[list[ReadItem]]:
-    batch, size = [], 0
-    for item in items:
-        batch.append(item)
-        size += fetched_bytes(item)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 class Taking:

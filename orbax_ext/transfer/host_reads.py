@@ -7,7 +7,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from absl import logging
 
@@ -44,6 +45,7 @@ class HostReads:
         self._lock = threading.RLock()
         self._stopped = False
         self._sources_open = True
+        self._shares_read = False
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._given_up = threading.Event()
         self._to_compile: queue.SimpleQueue[CompilePrograms | None] = queue.SimpleQueue()
@@ -55,8 +57,8 @@ class HostReads:
 
     @property
     def ended(self) -> bool:
-        """Whether all is held that may be."""
-        return not self._thread.is_alive()
+        """Whether all of the share is held that may be."""
+        return not self._thread.is_alive() or (self._shares_read and not self._compiler.is_alive())
 
     def progress(self) -> ProgressSnapshot:
         """Returns how far this process's reading is."""
@@ -64,7 +66,7 @@ class HostReads:
         return self._tracker.look(time.monotonic(), "read ahead", total, (0, total), {0: self._done}, {})
 
     def describe_no_more(self) -> None:
-        """Lets no further restore begin to be read ahead."""
+        """Lets no further restore begin to be read ahead, nor more than the share of one."""
         self._sources_open = False
 
     def stop(self) -> None:
@@ -101,9 +103,13 @@ class HostReads:
                     self.held.append(held)
                     if self._room:
                         self._to_compile.put(held.compile_programs)
-                    self._read(loop, held)
+                    self._read(loop, self._read_shares(held))
+            self._to_compile.put(None)
+            self._shares_read = True
             if not self.held and self._sources_open:
                 logging.warning("orbax_ext: nothing is read ahead: found no arrays that will be restored")
+            for held in self.held:  # storage is idle until `result`: what is held need not travel
+                self._read(loop, self._read_whole_groups(held))
         except asyncio.CancelledError:
             pass
         except Exception as error:
@@ -126,8 +132,8 @@ class HostReads:
                 with contextlib.suppress(Exception):  # the restore raises the error, if there is one
                     compile_programs(self._given_up)
 
-    def _read(self, loop: asyncio.AbstractEventLoop, held: HeldBlocks) -> None:
-        task = loop.create_task(self._read_units(held))
+    def _read(self, loop: asyncio.AbstractEventLoop, reading: Coroutine[Any, Any, None]) -> None:
+        task = loop.create_task(reading)
         with self._lock:
             if self._stopped:
                 task.cancel()
@@ -138,12 +144,30 @@ class HostReads:
             with self._lock:
                 self._task = None
 
-    async def _read_units(self, held: HeldBlocks) -> None:
+    async def _read_shares(self, held: HeldBlocks) -> None:
+        async def read(unit: Unit) -> None:
+            self._done += await self._read_unit(held, unit)
+            self.progress()  # the rate is that between looks
+
+        await self._read_units(lambda: held.begin(self._room), read)
+
+    async def _read_whole_groups(self, held: HeldBlocks) -> None:
+        async def read(unit: Unit) -> None:
+            await self._read_unit(held, unit)
+
+        def begin() -> Unit | None:
+            return held.begin_whole(self._room) if self._sources_open and self.error is None else None
+
+        await self._read_units(begin, read)
+
+    async def _read_units(
+        self, begin: Callable[[], Unit | None], read: Callable[[Unit], Coroutine[Any, Any, None]]
+    ) -> None:
         under_way: set[asyncio.Task[None]] = set()
         try:
-            while (unit := held.begin(self._room)) is not None:
+            while (unit := begin()) is not None:
                 self._room -= unit.bytes
-                under_way.add(asyncio.ensure_future(self._read_unit(held, unit)))
+                under_way.add(asyncio.ensure_future(read(unit)))
                 if len(under_way) == _AT_A_TIME:
                     _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
             if under_way:
@@ -154,7 +178,8 @@ class HostReads:
             await asyncio.gather(*under_way, return_exceptions=True)
             raise
 
-    async def _read_unit(self, held: HeldBlocks, unit: Unit) -> None:
+    async def _read_unit(self, held: HeldBlocks, unit: Unit) -> int:
+        """Reads a unit; returns the bytes that are held of it."""
         try:
             blocks = await boxes.fetch(without_array_metadata(held.share.handler), unit.items) if unit.items else {}
         except BaseException as error:
@@ -164,7 +189,7 @@ class HostReads:
             self.error = error
             self._room += unit.bytes
             unit.bytes = 0  # left to the restore
-            return
+            return 0
         for item in unit.items:  # a scalar travels as a vector, but is handed over as it is
             if item.leaf.slice is None and item.index in held.share.plan.direct and item.index in blocks:
                 shape = item.block.shape
@@ -173,5 +198,4 @@ class HostReads:
         held_bytes = sum(boxes.fetched_bytes(item) for item in unit.items if item.index in blocks)
         self._room += unit.bytes - held_bytes
         unit.bytes = held_bytes  # the rest could not be read, and is left to the restore
-        self._done += held_bytes
-        self.progress()  # the rate is that between looks
+        return held_bytes

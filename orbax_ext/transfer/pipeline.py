@@ -183,6 +183,7 @@ class Pipeline:
             storage=self._rates.storage,
             fabric=self._rates.fabric,
             unused=reads.unused,
+            held=self._held.whole_groups,
         )
         return {**told, **progress.to_json()}
 

@@ -206,8 +206,10 @@ class Reads:
     async def _read_directly(self, number: int) -> dict[int, jax.Array]:
         group = self._course.as_planned(number)
         with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group.leaves)):
-            arrays = await self._executor.read_whole(group, lambda: self.back.note_handed_over(number))
-        self._rates.group_read(self._course.order.index(number))
+            held = await self._held.take_whole(number)
+            arrays = await self._executor.read_whole(group, lambda: self.back.note_handed_over(number), held)
+        if not held:
+            self._rates.group_read(self._course.order.index(number))
         self._arrived(arrays)
         return arrays
 

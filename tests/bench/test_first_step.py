@@ -6,7 +6,11 @@ from unittest import mock
 import pytest
 
 from bench import first_step
+from bench.first_step import Case
 from bench.first_step_work import FirstStep
+from bench.scenarios import scenarios
+
+DENSE = next(one for one in scenarios() if one.name == "dense")
 
 
 @pytest.mark.parametrize(
@@ -24,20 +28,47 @@ def test_what_is_to_be_reached_is_judged(way: str, times: float, judgement: str)
     assert first_step.judged(way, times) == judgement
 
 
-def test_each_of_the_two_alone_is_the_median_of_as_many_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_of_the_two_alone_is_the_median_of_as_many_runs() -> None:
     seconds: dict[str, list[float]] = {"restore": [9.0, 4.0, 1.0], "compile": [2.0, 10.0, 5.0]}
 
     def run(way: str, layers: int) -> list[FirstStep]:
-        return [FirstStep(0.0, seconds[way].pop(0) if way in seconds else 6.0, 1.0, 1.0, 1.0, b"1", 0.0)]
+        return [FirstStep(0.0, seconds[way].pop(0) if way in seconds else 6.0, 1.0, 1.0, 1.0, b"1", 2.0)]
 
     bench: Any = mock.Mock(run=run, layers_for=lambda restore: round(restore))
-    rows, about = first_step.measure(bench, "dense", 3)
-    assert about == "`dense`: 4 layers; alone, the restore takes 4.00 s and compiling 5.00 s."
+    with mock.patch.object(first_step, "_CORES", 2):
+        found = first_step.measure(bench, Case("each", one_compiles=False, as_long_as="register()"), 3)
+        about = first_step.about(DENSE, "each", found)
+    assert about.startswith(
+        "- *each*: 4 layers. Alone, the restore takes 4.00 s and 6 processor seconds, compiling 5.00 s and 8. "
+        "One after the other all takes 10 processor seconds: on 2 cores at least 5.0 s, 1.00x."
+    )
+    rows = first_step.rows("each", found)
     assert [row[:5] for row in rows] == [
-        ["dense", "plain", "6.00", "1.20", ""],
-        ["dense", "register()", "6.00", "1.20", ""],
-        ["dense", "restore_async", "6.00", "1.20", "**not met**"],
-        ["dense", 'restore_async, exchange="background"', "6.00", "1.20", "**not met**"],
+        ["each", "plain", "6.00", "1.20", ""],
+        ["each", "register()", "6.00", "1.20", ""],
+        ["each", "restore_async", "6.00", "1.20", "**not met**"],
+        ["each", 'restore_async, exchange="background"', "6.00", "1.20", "**not met**"],
     ]
     assert {len(row) for row in rows} == {len(first_step.HEAD)}
-    assert "dense" in capsys.readouterr().out
+
+
+def test_compiling_may_take_as_long_as_plain_orbax_restores() -> None:
+    def run(way: str, layers: int) -> list[FirstStep]:
+        return [FirstStep(0.0, 30.0 if way.startswith("plain") else 7.0, 1.0, 1.0, 1.0, b"1", 2.0)]
+
+    bench: Any = mock.Mock(run=run, layers_for=lambda restore: round(restore))
+    found = first_step.measure(bench, Case("long", one_compiles=True, as_long_as="plain"), 1)
+    assert found["layers"] == 30
+
+
+@pytest.mark.parametrize(
+    ("compiling", "left"),
+    [
+        (0.0, 6.71 + 4.03),  # reads a quarter at 320 Mbit/s, receives the rest at 1600
+        (6.71, 4.03),
+        (6.71 + 26.84 / 2, 4.03 / 2),
+        (60.0, 0.0),
+    ],
+)
+def test_the_links_need_less_the_longer_a_program_compiles(compiling: float, left: float) -> None:
+    assert first_step.left_to_exchange(DENSE, compiling) == pytest.approx(left, abs=0.01)

@@ -69,6 +69,24 @@ def test_what_exceeds_the_memory_limit_is_read_in_the_result(small_cluster: lab.
         assert (one.differences, one.ahead) == ([], 0)
 
 
+@pytest.mark.parametrize(
+    ("room", "travel", "held"),
+    [
+        ([64 << 20] * 4, False, True),
+        ([64 << 20, 12 << 20, 64 << 20, 64 << 20], True, True),
+        ([64 << 20, 64 << 20, 0, 64 << 20], True, False),
+    ],
+    ids=["all", "less on one", "nothing on one"],
+)
+def test_what_all_processes_have_read_as_a_whole_does_not_travel(
+    small_cluster: lab.Cluster, saved: str, room: list[int], travel: bool, held: bool
+) -> None:
+    found = small_cluster.run(pending.restore_what_is_held, saved, room)
+    assert all(differences == [] for differences, *_ in found)
+    assert {(exchanges > 0, whole > 0) for _, exchanges, whole in found} == {(travel, held)}
+    assert len({(exchanges, whole) for _, exchanges, whole in found}) == 1
+
+
 @pytest.mark.once
 def test_nothing_is_left_of_a_restore_that_nobody_wants(small_cluster: lab.Cluster, saved: str) -> None:
     for left in small_cluster.run(pending.leave, saved):

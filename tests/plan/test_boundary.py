@@ -228,6 +228,16 @@ def test_groups_of_which_somebody_has_read_a_share_are_not_moved_one_by_one() ->
     assert next_boundary([GROUP] * 6, Ends(0, 5), [dataclasses.replace(one, direct=1) for one in ahead]) == 5
 
 
+def test_what_all_hold_as_a_whole_does_not_travel() -> None:
+    """All shares are held too, so the boundary moves no further."""
+    ahead = [dataclasses.replace(IDLE, begun=6, idle=False, waiting=0.0, fabric=0.0, held=held) for held in (5, 2, 6)]
+    assert next_boundary([GROUP] * 6, Ends(0, 6), ahead) == 4
+    later = [dataclasses.replace(one, idle=True, direct=2) for one in ahead]
+    assert next_boundary([GROUP] * 6, Ends(0, 4), later) == 4
+    assert next_boundary([GROUP] * 6, Ends(1, 4), [dataclasses.replace(one, fabric=1.0) for one in later]) == 4
+    assert next_boundary([GROUP] * 6, Ends(0, 6), [dataclasses.replace(IDLE, begun=6, held=6)] * 2) == 0
+
+
 @pytest.mark.parametrize(("unused", "boundary"), [(100, 0), (150, 3)], ids=["one group", "more"])
 def test_no_more_than_one_group_is_read_for_nothing(unused: int, boundary: int) -> None:
     slow_fabric = dataclasses.replace(IDLE, fabric=0.01, direct=1, unused=unused)  # shares of three groups are read

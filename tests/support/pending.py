@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,6 +32,7 @@ from orbax_ext.report import collect
 from orbax_ext.storage import counters
 from orbax_ext.transfer import boxes
 from orbax_ext.transfer.collectives import Exchange
+from orbax_ext.transfer.executor import Executor
 from tests.support import states
 from tests.support.states import MeshSpec, P, Spec
 
@@ -140,13 +141,17 @@ def nothing_but_reading_from_the_start(stack: contextlib.ExitStack) -> Iterator[
 
 
 def wait(pending: Any) -> int:
-    """Waits until all is read ahead; returns the bytes."""
+    """Waits until all is read ahead, also what others would send; returns the bytes of the share."""
     deadline = time.monotonic() + PATIENCE
-    while not pending.done():
+    while not pending.done() or _reading():
         assert time.monotonic() < deadline, "reading ahead does not end"
         time.sleep(0.01)
     assert pending.exception() is None
     return int(pending.progress().done)
+
+
+def _reading() -> bool:
+    return any(one.name.startswith("orbax_ext read") for one in threading.enumerate())
 
 
 def threads(seconds: float = 5.0) -> list[str]:
@@ -315,6 +320,32 @@ def leave(path: str) -> list[tuple[str, int, list[str]]]:
             left.append((way, _held_bytes() - before, threads()))  # while `pending` is there, unless it was dropped
     tracemalloc.stop()
     return left[1:]
+
+
+def restore_what_is_held(path: str, room: Sequence[int]) -> tuple[list[str], int, int]:
+    """Restores with `auto` when all is held that the memory of each process has room for beyond its share.
+
+    Returns the differences, how many groups travelled, and how many were there as a whole. Nothing may be read.
+    """
+    limit = SHARE + SMALL + room[jax.process_index()]
+    fetch = boxes.fetch
+    read: list[Any] = []
+
+    async def noted(reader: Any, items: Sequence[Any]) -> Any:
+        read.extend(items)
+        return await fetch(reader, items)
+
+    with orbax_ext.registered(**GROUPS), ocp.CheckpointManager(f"{path}/manager") as made:
+        pending = orbax_ext.restore_async(made, 0, args=pytree_args(), host_memory_limit_bytes=limit)
+        wait(pending)
+        with (
+            mock.patch.object(boxes, "fetch", noted),
+            mock.patch.object(Executor, "start_exchange", autospec=True, side_effect=Executor.start_exchange) as moved,
+            mock.patch.object(Executor, "read_whole", autospec=True, side_effect=Executor.read_whole) as there,
+        ):
+            state = pending.result()
+    assert read == []
+    return differences(state), moved.call_count, there.call_count
 
 
 def held_while_pending(path: str, limit: int) -> int:
