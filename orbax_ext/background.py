@@ -44,8 +44,9 @@ def restore_async(
     """Begins a restore and returns at once; `result()` of what it returns ends it.
 
     Until `result()` it runs no program on a device and waits for no other process: it reads this process's share of the
-    checkpoint into host memory. `result()` then does the restore that `checkpointer.restore(step, args=args)` does, on
-    all processes together, and takes what was read instead of reading it. What could not be held is read there.
+    checkpoint into host memory and then, with strategy "auto", what others would send it. `result()` then does the
+    restore that `checkpointer.restore(step, args=args)` does, on all processes together, and takes what was read
+    instead of reading it. What could not be held is read there.
 
     With `exchange="background"` the whole restore runs in another thread. Until `result()` has returned, the program
     must not run anything on its devices that concerns other processes, nor save: compiling is what it may do.
@@ -60,8 +61,8 @@ def restore_async(
       args: The `args` of `checkpointer.restore`: `PyTreeRestore`, `StandardRestore`, or a `Composite` of items. None:
         everything, with the shardings that it was saved with.
       exchange: "result" or "background".
-      host_memory_limit_bytes: Bytes that may be held in host memory before `result()`; by default what this process
-        reads, or an eighth of the host's available memory if that is less.
+      host_memory_limit_bytes: Bytes that may be held in host memory before `result()`; by default an eighth of the
+        host's available memory.
     """
     check(exchange, host_memory_limit_bytes)
     if not isinstance(checkpointer, ocp.CheckpointManager | ocp.Checkpointer):

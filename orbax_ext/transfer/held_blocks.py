@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from orbax_ext.plan import RestorePlan
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
 from orbax_ext.transfer.boxes import HostBlocks, ReadItem
+from orbax_ext.transfer.read_ahead import succeeded
 
 T = TypeVar("T")
 
@@ -94,8 +96,8 @@ class HeldBlocks:
 
     @property
     def whole_groups(self) -> int:
-        """How many groups, from the last on, are held or being read as a whole."""
-        return self._wholes_begun
+        """How many groups, from the last on, are held as a whole. One that is still being read may be, later."""
+        return sum(1 for _ in itertools.takewhile(lambda unit: succeeded(unit.blocks), reversed(self._wholes)))
 
     def others(self, groups: Iterable[int]) -> list[int]:
         """Returns those of these groups that the restore itself reads from storage."""
@@ -154,7 +156,7 @@ class HeldBlocks:
         """
         if number < self.groups:
             self._units[number].blocks = _nothing()
-        held = range(self._group_count - self._wholes_begun, self._group_count)
+        held = range(self._group_count - self.whole_groups, self._group_count)
         return await _take(self._wholes[number]) if number in held else {}
 
     async def take_direct(self, leaves: Sequence[int]) -> dict[int, HostBlocks]:

@@ -80,7 +80,7 @@ class PendingRestore:
         return state
 
     def done(self) -> bool:
-        """Returns whether all is there that is read before `result()`; with `exchange="background"`, the state."""
+        """Returns whether all of the share is there that may be held; with `exchange="background"`, the state."""
         return self._begun or self._work.ended
 
     def exception(self) -> BaseException | None:

@@ -268,7 +268,7 @@ class Pipeline:
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
             self._recorder.unused(self._reads.unused)
-            self._reads.shares.give_up(ends.front)
+        self._reads.shares.give_up(boundary)  # shares behind it have begun only where all hold the whole group
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()
 

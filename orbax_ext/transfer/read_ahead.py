@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -202,7 +203,7 @@ class BackReads(Generic[L, R]):
         return arrays
 
 
-def succeeded(task: asyncio.Future[Any]) -> bool:
+def succeeded(task: asyncio.Future[Any] | concurrent.futures.Future[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
