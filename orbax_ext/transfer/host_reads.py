@@ -146,7 +146,8 @@ class HostReads:
 
     async def _read_shares(self, held: HeldBlocks) -> None:
         async def read(unit: Unit) -> None:
-            self._done += await self._read_unit(held, unit)
+            size = await self._read_unit(held, unit)
+            self._done += size
             self.progress()  # the rate is that between looks
 
         await self._read_units(lambda: held.begin(self._room), read)

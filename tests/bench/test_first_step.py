@@ -8,9 +8,9 @@ import pytest
 from bench import first_step
 from bench.first_step import Case
 from bench.first_step_work import FirstStep
-from bench.scenarios import scenarios
+from bench.network import Links
 
-DENSE = next(one for one in scenarios() if one.name == "dense")
+USUAL = Links(320, 1600)
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,18 @@ def test_each_of_the_two_alone_is_the_median_of_as_many_runs() -> None:
     seconds: dict[str, list[float]] = {"restore": [9.0, 4.0, 1.0], "compile": [2.0, 10.0, 5.0]}
 
     def run(way: str, layers: int) -> list[FirstStep]:
-        return [FirstStep(0.0, seconds[way].pop(0) if way in seconds else 6.0, 1.0, 1.0, 1.0, b"1", 2.0)]
+        return [FirstStep(0.0, seconds[way].pop(0) if way in seconds else 6.0, 1.0, 1.0, 2.0, 1.0, b"1", 2.0)]
 
     bench: Any = mock.Mock(run=run, layers_for=lambda restore: round(restore))
+    case = Case("each", USUAL)
     with mock.patch.object(first_step, "_CORES", 2):
-        found = first_step.measure(bench, Case("each", one_compiles=False, as_long_as="register()"), 3)
-        about = first_step.about(DENSE, "each", found)
+        found = first_step.measure(bench, case, 3)
+        about = first_step.about(case, found)
     assert about.startswith(
-        "- *each*: 4 layers. Alone, the restore takes 4.00 s and 6 processor seconds, compiling 5.00 s and 8. "
-        "One after the other all takes 10 processor seconds: on 2 cores at least 5.0 s, 1.00x."
+        "- *each*: storage 320 Mbit/s, fabric 1600; 4 layers. Alone, the restore takes 4.00 s and 6 processor seconds, "
+        "compiling 5.00 s and 8. One after the other all takes 10 processor seconds: on 2 cores at least 5.0 s, 1.00x."
     )
-    rows = first_step.rows("each", found)
+    rows = first_step.rows(case, found)
     assert [row[:5] for row in rows] == [
         ["each", "plain", "6.00", "1.20", ""],
         ["each", "register()", "6.00", "1.20", ""],
@@ -54,11 +55,13 @@ def test_each_of_the_two_alone_is_the_median_of_as_many_runs() -> None:
 
 def test_compiling_may_take_as_long_as_plain_orbax_restores() -> None:
     def run(way: str, layers: int) -> list[FirstStep]:
-        return [FirstStep(0.0, 30.0 if way.startswith("plain") else 7.0, 1.0, 1.0, 1.0, b"1", 2.0)]
+        return [FirstStep(0.0, 7.0, 1.0, 1.0, 2.0, 1.0, b"1", 2.0)]
 
     bench: Any = mock.Mock(run=run, layers_for=lambda restore: round(restore))
-    found = first_step.measure(bench, Case("long", one_compiles=True, as_long_as="plain"), 1)
-    assert found["layers"] == 30
+    case = Case("long", USUAL, one_compiles=True, long=True, ways=first_step.WAYS[1:])
+    found = first_step.measure(bench, case, 1)
+    assert found["layers"] == 27
+    assert [*found["ways"]] == [*first_step.WAYS[1:]]
 
 
 @pytest.mark.parametrize(
@@ -71,4 +74,4 @@ def test_compiling_may_take_as_long_as_plain_orbax_restores() -> None:
     ],
 )
 def test_the_links_need_less_the_longer_a_program_compiles(compiling: float, left: float) -> None:
-    assert first_step.left_to_exchange(DENSE, compiling) == pytest.approx(left, abs=0.01)
+    assert first_step.left_to_exchange(USUAL, compiling) == pytest.approx(left, abs=0.01)
