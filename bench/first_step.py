@@ -81,10 +81,10 @@ conditions:
 
 - *each compiles*: every process compiles the step, as JAX does by default. Four compilations keep both cores busy
   without any restore, so whatever a restore needs of them comes on top, overlapped or not.
-- *one compiles*: process 0 compiles for all, in one thread, and the others load what it has compiled
-  (`jax.experimental.serialize_executable`). On links slower than those of `{STATE}` the same bytes, for which the cores
-  work as long as ever, take longer, and so does the program that compiles as long. Then the cores have time for both,
-  as those of a host of its own."""
+- *one compiles*: process 0 compiles for all, and the others load what it has compiled
+  (`jax.experimental.serialize_executable`), which costs them processor time too. On links slower than those of
+  `{STATE}` the same bytes, for which the cores work as long as ever, take longer, and so does the program that compiles
+  as long: a restore then asks for a smaller part of the cores."""
 
 
 class Bench:
@@ -207,8 +207,8 @@ def about(case: Case, found: Mapping[str, Any]) -> str:
         f"- *{case.name}*: storage {case.links.storage} Mbit/s, fabric {case.links.fabric}; {found['layers']} layers. "
         f"Alone, the restore takes {restore['seconds']:.2f} s and "
         f"{restore['processor']:.0f} processor seconds, compiling {compiling['seconds']:.2f} s and "
-        f"{compiling['processor']:.0f}. One after the other all takes {one_by_one:.0f} processor seconds: on {_CORES} "
-        f"cores at least {one_by_one / _CORES:.1f} s, {one_by_one / _CORES / limit:.2f}x. With the exchange in "
+        f"{compiling['processor']:.0f}. One after the other all took {one_by_one:.0f} processor seconds, "
+        f"which {_CORES} cores have in {one_by_one / _CORES:.1f} s, {one_by_one / _CORES / limit:.2f}x. With the exchange in "
         f"`result()`, the links need {left:.1f} s more than compiling: at least "
         f"{(compiling['seconds'] + left) / limit:.2f}x."
     )
@@ -218,7 +218,8 @@ def write(kept: Mapping[str, Any]) -> None:
     """Writes the page from all cases that were measured."""
     measured = [case for case in CASES if case.name in kept]
     table = markdown.table(HEAD, [row for case in measured for row in rows(case, kept[case.name])])
-    PAGE.write(table, ABOUT, "\n".join(about(case, kept[case.name]) for case in measured))
+    left = "".join(f"\n- *{case.name}*: not measured yet." for case in CASES if case.name not in kept)
+    PAGE.write(table, ABOUT, "\n".join(about(case, kept[case.name]) for case in measured) + left)
 
 
 def _scenario(links: Links) -> Scenario:

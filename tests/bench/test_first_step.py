@@ -41,7 +41,7 @@ def test_each_of_the_two_alone_is_the_median_of_as_many_runs() -> None:
         about = first_step.about(case, found)
     assert about.startswith(
         "- *each*: storage 320 Mbit/s, fabric 1600; 4 layers. Alone, the restore takes 4.00 s and 6 processor seconds, "
-        "compiling 5.00 s and 8. One after the other all takes 10 processor seconds: on 2 cores at least 5.0 s, 1.00x."
+        "compiling 5.00 s and 8. One after the other all took 10 processor seconds, which 2 cores have in 5.0 s, 1.00x."
     )
     rows = first_step.rows(case, found)
     assert [row[:5] for row in rows] == [
