@@ -198,7 +198,7 @@ def rows(case: Case, found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def about(case: Case, found: Mapping[str, Any]) -> str:
-    """Returns what each part takes alone, and what no way can be faster than."""
+    """Returns what each part takes alone, what the processors do, and what the links need at least."""
     alone, one_by_one = found["alone"], found["ways"]["register()"]["processor"]
     restore, compiling = alone["restore"], alone["compile"]
     limit = max(restore["seconds"], compiling["seconds"])
@@ -208,8 +208,8 @@ def about(case: Case, found: Mapping[str, Any]) -> str:
         f"Alone, the restore takes {restore['seconds']:.2f} s and "
         f"{restore['processor']:.0f} processor seconds, compiling {compiling['seconds']:.2f} s and "
         f"{compiling['processor']:.0f}. One after the other all took {one_by_one:.0f} processor seconds, "
-        f"which {_CORES} cores have in {one_by_one / _CORES:.1f} s, {one_by_one / _CORES / limit:.2f}x. With the exchange in "
-        f"`result()`, the links need {left:.1f} s more than compiling: at least "
+        f"which {_CORES} cores have in {one_by_one / _CORES:.1f} s, {one_by_one / _CORES / limit:.2f}x. With the "
+        f"exchange in `result()`, the links need {left:.1f} s more than compiling: at least "
         f"{(compiling['seconds'] + left) / limit:.2f}x."
     )
 
