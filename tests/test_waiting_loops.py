@@ -57,7 +57,7 @@ LOOPS: dict[tuple[str, str, str], str] = {
         "not self._needed.done() and (left := (self._put_off_until - time.monotonic())) > 0",
     ): "a second after the last meeting, or less",
     ("transfer.host_reads", "_compile_all", "(compile_programs := self._to_compile.get()) is not None"): _DAEMON,
-    ("transfer.host_reads", "_read_units", "(unit := held.begin(self._room)) is not None"): _DAEMON,
+    ("transfer.host_reads", "_read_units", "(unit := begin()) is not None"): _DAEMON,
     ("transfer.turns", "comes", "(before := self._before) is not None"): "its argument `limit`",
     ("transfer.local_pipeline", "_finish_exchanges", "len(self._under_way) > left"): "each exchange has a limit",
     (
