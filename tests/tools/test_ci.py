@@ -1,10 +1,12 @@
-"""What .ci/run installs before the checks, and what the Makefile runs."""
+"""What .ci/run installs before the checks, what the Makefile runs, and how workers share the tests."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
+import sys
 
 import pytest
 
@@ -54,3 +56,19 @@ def test_tests_marked_once_run_on_the_newest_release_only(arguments: str) -> Non
 
     assert command("test-oldest").endswith(f" -m 'not fork and not long and not once' {arguments}".rstrip())
     assert "not once" not in command("test-newest")
+
+
+def test_a_worker_gets_whole_files() -> None:
+    """A release of pytest or xdist may change this without a word; then all workers start the same clusters."""
+    files = {"tests/test_text.py", "tests/test_redact.py", "tests/test_version.py"}
+    # This test may itself run on a worker.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    makefile = (releases.ROOT / "Makefile").read_text()
+    (parallel,) = re.findall(r"^PARALLEL = -n \$\(WORKERS\) (.*)$", makefile, re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", "2", *parallel.split(), *files]
+    done = subprocess.run(
+        command, env=environ, cwd=releases.ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    ran = set(re.findall(r"^\[(gw\d)\].* PASSED (tests/\w+\.py)", done.stdout, re.MULTILINE))
+    assert {worker for worker, _ in ran} == {"gw0", "gw1"}
+    assert sorted(file for _, file in ran) == sorted(files)  # none on both
