@@ -15,8 +15,9 @@ import numpy as np
 MASK = (1 << 64) - 1
 
 _WORD = 8  # bytes
-_WORDS = 1 << 14  # words at a time, so that they stay in the processor's cache with a copy of them
+_WORDS = 1 << 16  # words at a time, so that they are still in the processor's cache when they are read again
 _SLAB = 1 << 22  # bytes that are handled at a time, so that temporary arrays stay small
+_FEW = 1 << 14  # keys that are kept for the next box
 _TABLE = 1 << 12  # keys that are computed; all others are products of two of them
 _FOLD = 0x8EBC6AF09C88C6E3  # odd
 _HALF = np.uint64(32)
@@ -51,7 +52,6 @@ def of_words(block: np.ndarray, starts: Sequence[int], shape: Sequence[int]) -> 
 
 def _of_slab(block: np.ndarray, starts: Sequence[int]) -> int:
     words, first = _rows_of_words(block, starts[-1])
-    halves = np.empty((_WORDS,), np.uint64)
     totals = np.zeros(len(words), np.uint64)
     for column in range(0, words.shape[1], _WORDS):
         width = min(_WORDS, words.shape[1] - column)
@@ -59,11 +59,21 @@ def _of_slab(block: np.ndarray, starts: Sequence[int]) -> int:
         height = _WORDS // width
         for row in range(0, len(words), height):
             part = words[row : row + height, column : column + width]
-            high = np.right_shift(part, _HALF, out=halves[: part.size].reshape(part.shape))
-            totals[row : row + height] += np.dot(part, keys) + np.dot(high, keys) * np.uint64(_FOLD)
+            totals[row : row + height] += _products(part, keys) + _products(_halves(part), keys) * np.uint64(_FOLD)
     for dim, (size, start) in enumerate(zip(reversed(block.shape[:-1]), reversed(starts[:-1]), strict=True), 1):
-        totals = np.dot(totals.reshape(-1, size), _keys(dim, start, size))
+        totals = _products(totals.reshape(-1, size), _keys(dim, start, size))
     return int(totals[0])
+
+
+def _products(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns the product of each row and the keys. `einsum` is vectorised for integers, `dot` is not."""
+    products: np.ndarray = np.einsum("ij,j->i", rows, keys)
+    return products
+
+
+def _halves(words: np.ndarray) -> np.ndarray:
+    """Returns a view of the upper half of each word: `einsum` makes words of them as it reads them."""
+    return words.view(np.uint32)[:, 1::2]
 
 
 def _rows_of_words(block: np.ndarray, start: int) -> tuple[np.ndarray, int]:
@@ -81,7 +91,7 @@ def _rows_of_words(block: np.ndarray, start: int) -> tuple[np.ndarray, int]:
 
 def _keys(dim: int, start: int, size: int) -> np.ndarray:
     """Returns the keys of some coordinates, odd numbers; dimensions count from the last, whose coordinate is words."""
-    return (_few_keys if size <= _WORDS else _make_keys)(dim, start, size)
+    return (_few_keys if size <= _FEW else _make_keys)(dim, start, size)
 
 
 def _make_keys(dim: int, start: int, size: int) -> np.ndarray:
