@@ -8,6 +8,7 @@ a function of what the processes have really done so far, so all compute the sam
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,24 +80,29 @@ def bytes_of_groups(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: in
 def next_boundary(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> int:
     """Returns the new boundary, given the progress of all processes: `ends.back`, or less.
 
-    It moves to the groups that all hold already. Else it moves only if no process has anything to read, and no further
-    than that the groups that are read directly double: so little experience decides little.
+    It moves to the groups that all hold already. Else it moves only if no process has anything to read, and little
+    experience decides little: before the first exchange has ended no further than that the groups that are read
+    directly double, later that they triple, if so many were exchanged.
     """
     if (held := max(ends.front, len(groups) - min(one.held for one in progress))) < ends.back:
         return held
     if not everything_is_read(groups, ends, progress):
         return ends.back
     untouched = min(ends.back, max(ends.front, *(one.begun for one in progress)))
-    least = max(untouched, ends.back - max(1, len(groups) - ends.back))
+    direct = len(groups) - ends.back
     if all(one.fabric for one in progress):
         best = best_boundary(groups, ends, untouched, progress)
-        return best if best == ends.front else max(best, least)
+        most = max(1, direct, min(ends.front, 2 * direct))
+        return best if best == ends.front else max(best, ends.back - most)
+    least = max(untouched, ends.back - max(1, direct))
     ready = all(one.ready for one in progress)
-    waiting = max(one.waiting for one in progress) + (0.0 if ready else PREPARING)
-    only_reads = seconds_direct(groups, ends, progress) < waiting
+    waiting = max(one.waiting for one in progress)
+    only_reads = seconds_direct(groups, ends, progress) < waiting + (0.0 if ready else PREPARING)
     if only_reads and not ends.front and not ready and not _held(groups, untouched):
         return ends.front  # before anything is compiled for exchanges
-    if least < ends.back:  # nobody knows yet how long an exchange takes, and storage would be idle meanwhile
+    # Nobody knows yet how long an exchange takes, and storage would be idle meanwhile. The first one may end as late
+    # again as it is now: a group that takes longer than that to read directly is better left to it.
+    if least < ends.back and not ready and _seconds_of_last(groups, ends, progress) <= waiting:
         return least
     return ends.front if only_reads else ends.back
 
@@ -141,6 +147,27 @@ def best_boundary(
     return ends.front if only_reads < seconds(best) else best
 
 
+def meet_again_after(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
+    """Returns the seconds after the beginning when the boundary may move though no exchange has ended, or infinity."""
+    if all(one.fabric for one in progress) or not everything_is_read(groups, ends, progress):
+        return math.inf
+    after = _seconds_of_last(groups, ends, progress)
+    return after if after > max(one.waiting for one in progress) else math.inf
+
+
+def _seconds_of_last(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
+    """Returns how long reading the next group from the back directly takes the fastest process.
+
+    Others may only have been busy when they began.
+    """
+    return groups[ends.back - 1].direct / max(one.storage for one in progress)
+
+
 def seconds_direct(groups: Sequence[GroupBytes], ends: Ends, progress: Sequence[Progress]) -> float:
     """Returns how long it takes to read all groups directly that are left."""
     return sum(group.direct for group in groups[ends.front : ends.back]) / min(one.storage for one in progress)
+
+
+def part_of_first_share(groups: Sequence[GroupBytes]) -> float:
+    """Returns the first group's share as a part of all that a process would read directly; 1 if nothing is counted."""
+    return groups[0].share / max(1, sum(group.direct for group in groups)) if groups else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orbax_ext.plan import Group
 from orbax_ext.plan.boundary import PREPARING
@@ -15,6 +15,8 @@ from orbax_ext.transfer.executor import Executor
 from orbax_ext.transfer.read_ahead import abandon
 
 _AFTER = 0.1  # seconds of reading, where it is not known yet whether anything has to be compiled
+_EARLY = 0.05  # seconds of reading that are enough if a small share is not read by then
+_LONG = 2 * PREPARING  # seconds; what takes less to read directly may never be exchanged
 
 
 class Compiling:
@@ -30,16 +32,23 @@ class Compiling:
         self._one_at_a_time = asyncio.Lock()
         self._needed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._put_off_until = 0.0
+        self._look: asyncio.TimerHandle | None = None
         if not may_be_needless:
             self._need()
 
-    def begin(self) -> None:
-        """Begins to compile all groups when they are needed, unless that has begun."""
+    def begin(self, part: float, any_share: Callable[[], bool]) -> None:
+        """Begins to compile all groups when they are needed, unless that has begun.
+
+        The first share is this part of what a process would read directly; `any_share` returns whether one is read.
+        """
         if self._all is None:
             groups = self._course.plan.groups
             if self._executor.is_compiled(groups):
                 self._need()
             self._put_off_until = time.monotonic() + _AFTER
+            early = max(_EARLY, _LONG * part)  # after which, if no share is read, reading all directly takes long
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(early, lambda: None if any_share() else self._need())
             self._all = asyncio.ensure_future(self._compile_all(groups))
 
     def decide(self, direct: float = math.inf) -> None:
@@ -49,7 +58,7 @@ class Compiling:
         take as long to compile, are put off until then.
         """
         if self._course.groups_left:
-            if direct > 2 * PREPARING:
+            if direct > _LONG:
                 self._need()
             else:
                 self._put_off_until = max(self._put_off_until, time.monotonic() + direct)
@@ -70,6 +79,8 @@ class Compiling:
         return [task for task in (self._all, self._changed.get(number)) if task is not None]
 
     def give_up(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
         for task in (self._all, *self._changed.values()):
             if task is not None:
                 abandon(task)

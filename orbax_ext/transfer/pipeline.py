@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -13,7 +14,15 @@ from orbax.checkpoint import type_handlers
 from orbax_ext.meeting.protocol import TOOK
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan
-from orbax_ext.plan.boundary import Progress, bytes_of_groups, everything_is_read, next_boundary, seconds_direct
+from orbax_ext.plan.boundary import (
+    Progress,
+    bytes_of_groups,
+    everything_is_read,
+    meet_again_after,
+    next_boundary,
+    part_of_first_share,
+    seconds_direct,
+)
 from orbax_ext.plan.course import Course, Share
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
@@ -76,7 +85,7 @@ class Pipeline:
         )
         self.ask = self._reads.ask  # the others do not want to wait any longer for what this process reads
         self._compiling = Compiling(self._executor, self.course, recorder, may_be_needless=self.boundary_moves)
-        self._patience: float | None = None  # seconds for compiling, after which all meet again if they read nothing
+        self._patience: float | None = None  # seconds, after which all meet again if they read nothing
         self._connected: set[tuple[int, tuple[str, ...]]] = set()
         self._began = self._began_phase = time.monotonic()
         self._read_at_meeting = (0, 0, False)  # `Reads.so_far` at the last meeting
@@ -136,7 +145,7 @@ class Pipeline:
                 self._reads.back.raise_errors()
             return
         self._begin_more_reads()
-        self._compiling.begin()
+        self._compiling.begin(part_of_first_share(self._bytes), lambda: bool(self._reads.shares.groups_done))
         if self._reads.is_stuck and not alone:
             return  # the others know already: they need not wait for it once more
         prepared = self._prepared
@@ -260,11 +269,13 @@ class Pipeline:
         ends = self.course.ends
         boundary = next_boundary(self._bytes, ends, progress)
         if boundary == ends.back:
+            again = meet_again_after(self._bytes, ends, progress)
             if not self._exchanges.started and not all(one.ready for one in progress):
                 if everything_is_read(self._bytes, ends, progress):
-                    self._patience = 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress)
+                    again = min(again, 0.05 + 1.1 * seconds_direct(self._bytes, ends, progress))
                 else:  # somebody still reads, or could not: nobody knows when to meet, so there are few meetings
-                    self._patience = 0.1 + 2 * max(one.waiting for one in progress)
+                    again = 0.1 + 2 * max(one.waiting for one in progress)
+            self._patience = again if math.isfinite(again) else None
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
             self._recorder.unused(self._reads.unused)

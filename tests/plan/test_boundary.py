@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from orbax_ext.options import Options
 from orbax_ext.plan import Leaf, MeshInfo
-from orbax_ext.plan.boundary import Ends, GroupBytes, Progress, bytes_of_groups, next_boundary, shares_ahead
+from orbax_ext.plan.boundary import (
+    Ends,
+    GroupBytes,
+    Progress,
+    bytes_of_groups,
+    meet_again_after,
+    next_boundary,
+    part_of_first_share,
+    shares_ahead,
+)
 from orbax_ext.plan.memory import AHEAD
 from orbax_ext.plan.planner import make_plan
 
@@ -81,6 +90,7 @@ def restore(
     ends, exchange_ends, now, received, exchanging, rate, meetings = Ends(0, len(groups)), 0.0, 0.0, 0, 0.0, 0.0, 0
     done = [""] * len(groups)
     told: list[tuple[int, int]] = [(0, 0)] * len(processes)
+    again = math.inf
     while ends.front < ends.back:
         arrivals = []
         for at, process in enumerate(processes):
@@ -89,6 +99,7 @@ def restore(
             ready = max(now, process.shares[ends.front], exchange_ends, process.compiled)
             if (len(process.shares), len(process.back)) != told[at]:  # come also if all is read that may be read
                 ready = min(ready, max(now, process.free))
+            ready = min(ready, max(now, process.free, again))  # or later, if the boundary may move then
             told[at] = (len(process.shares), len(process.back))
             arrivals.append(ready)
         now = max(arrivals)
@@ -99,6 +110,7 @@ def restore(
         boundary = next_boundary(groups, ends, progress)
         assert ends.front <= boundary <= ends.back
         assert boundary == next_boundary(groups, ends, progress[::-1])  # in whichever order they are told
+        again = math.inf if boundary < ends.back else meet_again_after(groups, ends, progress)
         if boundary == ends.front:
             assert max(one.unused for one in progress) <= max(group.direct for group in groups)
         for number in range(ends.back - 1, boundary - 1, -1):
@@ -223,7 +235,7 @@ def test_the_boundary_stays_while_a_process_has_something_to_read() -> None:
 
 
 def test_groups_of_which_somebody_has_read_a_share_are_not_moved_one_by_one() -> None:
-    ahead = [dataclasses.replace(IDLE, ready=False, begun=begun, waiting=0.0, fabric=0.0) for begun in (3, 5)]
+    ahead = [dataclasses.replace(IDLE, ready=False, begun=begun, waiting=150.0, fabric=0.0) for begun in (3, 5)]
     assert next_boundary([GROUP] * 6, Ends(0, 6), ahead) == 5
     assert next_boundary([GROUP] * 6, Ends(0, 5), [dataclasses.replace(one, direct=1) for one in ahead]) == 5
 
@@ -238,10 +250,42 @@ def test_what_all_hold_as_a_whole_does_not_travel() -> None:
     assert next_boundary([GROUP] * 6, Ends(0, 6), [dataclasses.replace(IDLE, begun=6, held=6)] * 2) == 0
 
 
+@pytest.mark.parametrize("front", [0, 1], ids=["not compiled", "the first exchange travels"])
+def test_a_group_that_takes_longer_than_has_passed_is_left_to_the_first_exchange(front: int) -> None:
+    """It takes 0.4 s directly. What is waited for may be over sooner than that."""
+    groups, ends = [GroupBytes(share=100, direct=400, link=300)] * 8, Ends(front, 8)
+    early = dataclasses.replace(IDLE, ready=False, waiting=0.3, storage=1000.0, fabric=0.0)
+    assert next_boundary(groups, ends, [early] * 4) == 8
+    again = meet_again_after(groups, ends, [early] * 4)
+    assert again == pytest.approx(0.4)
+    later = dataclasses.replace(early, waiting=again)
+    assert next_boundary(groups, ends, [early, later]) == 7
+    assert meet_again_after(groups, ends, [early, later]) == math.inf
+    # It begins now: then there is a share to read.
+    assert next_boundary(groups, ends, [dataclasses.replace(later, ready=True)] * 4) == 8
+
+
+@pytest.mark.parametrize(("front", "boundary"), [(2, 26), (3, 25), (4, 24), (8, 24)])
+def test_the_back_at_most_triples_by_as_many_groups_as_were_exchanged(front: int, boundary: int) -> None:
+    alike = dataclasses.replace(IDLE, begun=front, direct=2, storage=50.0, fabric=50.0)
+    assert next_boundary([GROUP] * 30, Ends(front, 28), [alike] * 4) == boundary
+
+
+def test_nobody_meets_again_if_somebody_reads_or_the_rate_of_the_fabric_is_known() -> None:
+    early = dataclasses.replace(IDLE, ready=False, fabric=0.0)
+    assert meet_again_after([GROUP] * 8, Ends(1, 8), [early, dataclasses.replace(early, idle=False)]) == math.inf
+    assert meet_again_after([GROUP] * 8, Ends(1, 8), [IDLE] * 2) == math.inf
+
+
 @pytest.mark.parametrize(("unused", "boundary"), [(100, 0), (150, 3)], ids=["one group", "more"])
 def test_no_more_than_one_group_is_read_for_nothing(unused: int, boundary: int) -> None:
     slow_fabric = dataclasses.replace(IDLE, fabric=0.01, direct=1, unused=unused)  # shares of three groups are read
     assert next_boundary([GROUP] * 4, Ends(0, 3), [slow_fabric] * 2) == boundary
+
+
+def test_the_first_share_is_a_part_of_all_groups() -> None:
+    assert part_of_first_share([GROUP] * 8) == pytest.approx(25 / 800)
+    assert part_of_first_share([]) == 1.0
 
 
 def test_progress_survives_the_wire() -> None:

@@ -60,7 +60,7 @@ def test_programs_are_put_off_where_reading_directly_takes_less_time(direct: flo
     async def case() -> None:
         compiler = SlowCompiler()
         compiling = Compiling(cast(Any, compiler), make_course("spread"), Recorder(), may_be_needless=True)
-        compiling.begin()
+        compiling.begin(1.0, lambda: False)
         compiling.decide(direct)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -74,7 +74,7 @@ def test_programs_that_were_put_off_are_compiled_after_all() -> None:
     async def case() -> None:
         compiler = SlowCompiler()
         compiling = Compiling(cast(Any, compiler), make_course("spread"), Recorder(), may_be_needless=True)
-        compiling.begin()
+        compiling.begin(1.0, lambda: False)
         compiling.decide(0.01)
         while not compiler.begun:
             await asyncio.sleep(0.01)
@@ -83,11 +83,29 @@ def test_programs_that_were_put_off_are_compiled_after_all() -> None:
     asyncio.run(asyncio.wait_for(case(), 20))
 
 
+@pytest.mark.parametrize(
+    ("part", "any_share", "begun"),
+    [(0.0, False, 1), (0.0, True, 0), (1e9, False, 0)],
+    ids=["a small share is not read", "a share is read", "the share is all there is"],
+)
+def test_a_small_share_that_is_not_read_soon_is_enough_to_compile(part: float, any_share: bool, begun: int) -> None:
+    async def case() -> None:
+        compiler = SlowCompiler()
+        compiling = Compiling(cast(Any, compiler), make_course("spread"), Recorder(), may_be_needless=True)
+        compiling.begin(part, lambda: any_share)
+        compiling._put_off_until = math.inf
+        await asyncio.sleep(0.2)
+        assert compiler.begun == begun
+        compiling.give_up()
+
+    asyncio.run(case())
+
+
 def test_nothing_is_compiled_where_nothing_is_left_to_exchange() -> None:
     async def case() -> None:
         compiler, course = SlowCompiler(), make_course("spread")
         compiling = Compiling(cast(Any, compiler), course, Recorder(), may_be_needless=True)
-        compiling.begin()
+        compiling.begin(1.0, lambda: False)
         course.move_boundary(0)
         compiling.decide()
         await asyncio.sleep(0.2)
@@ -102,7 +120,7 @@ def test_what_an_earlier_restore_has_compiled_is_not_put_off() -> None:
         compiler = SlowCompiler()
         compiler.compiled = True
         compiling = Compiling(cast(Any, compiler), make_course("spread"), Recorder(), may_be_needless=True)
-        compiling.begin()
+        compiling.begin(1.0, lambda: False)
         for _ in range(10):
             await asyncio.sleep(0)
         assert compiler.begun == 1
