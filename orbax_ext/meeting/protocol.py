@@ -17,6 +17,7 @@ docs/internals/meetings.md describes the keys; `meeting/leader.py` has what proc
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, TypeAlias
@@ -41,6 +42,7 @@ TOOK = "took"  # in a contribution: the seconds that its work took; all have it 
 ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
 RESTORE_ERRORS = (errors.RestoreFailedError, errors.RestoreTimeoutError)  # those that all processes raise
 _MOMENT = 1.0  # seconds: a call that takes longer shows that this process or the service stood still
+_STOPS = 5  # so many times, the longest ones, may they stand still in one wait without using up its limit
 _MESSAGE = 0.1  # seconds that a message of process 0 usually takes at most
 
 Contributions: TypeAlias = Generator[Action, Moment, dict[int, Contribution]]
@@ -52,16 +54,18 @@ class Patience:
     def __init__(self, waiting: Member, grace: float = 0.0) -> None:
         self._waiting = waiting
         self._grace = grace
-        self._advanced, self._logged = waiting.awake, waiting.now
+        self._advanced, self._logged, self._stops = waiting.now, waiting.now, len(waiting.stops)
         self._seen: object = None
 
     def note(self, state: object) -> None:
         """Waiting starts again if the state differs from the last one."""
         if state != self._seen:
-            self._seen, self._advanced = state, self._waiting.awake
+            self._seen, self._advanced, self._stops = state, self._waiting.now, len(self._waiting.stops)
 
     def expired(self, stall: float) -> bool:
-        waited_too_long = self._waiting.awake - self._advanced > stall + self._grace
+        # Nobody was heard in a stop, so it does not count; all of them do not count if every call is one.
+        stopped = sum(heapq.nlargest(_STOPS, self._waiting.stops[self._stops :]))
+        waited_too_long = self._waiting.now - self._advanced - stopped > stall + self._grace
         return waited_too_long or self._waiting.now > self._waiting.deadline + self._grace
 
     def time_to_log(self) -> bool:
@@ -98,7 +102,8 @@ class Member:
         self.next, self.late = 0, 0  # the meeting it is at or goes to next, 0: the arrival; how many are late there
         self.now = self._started = now
         self.deadline = math.inf if limits.total is None else now + limits.total
-        self.wall = self._stood_still = 0.0
+        self.wall = 0.0
+        self.stops: list[float] = []  # the seconds for which this process or the service stood still, one by one
         # With many processes each one looks less often, so that the load on the service stays the same.
         self.look_every = min(10.0, max(2.0, place.processes / 100), max(limits.stall / 4, 0.5))
         self.most = MAX_VALUE * place.processes  # characters of an outcome
@@ -116,7 +121,7 @@ class Member:
         moment: Moment = yield action
         late = moment.now - self.now - getattr(action, "seconds", 0.0)
         if late > _MOMENT:
-            self._stood_still += late - _MOMENT  # so that waiting comes to an end if all calls take long
+            self.stops.append(late - _MOMENT)
         self.now, self.wall = moment.now, moment.wall
         return moment.answer
 
@@ -124,11 +129,6 @@ class Member:
         """Asks for the time. The first step of a machine, because time has passed since the last one."""
         moment: Moment = yield Sleep(0)
         self.now, self.wall = moment.now, moment.wall
-
-    @property
-    def awake(self) -> float:
-        """The time without the periods in which this process or the service stood still: nobody was heard then."""
-        return self.now - self._stood_still
 
     def decide(self, key: str, value: Mapping[str, Any]) -> Steps:
         """Sets a key that can be set once; returns what stands there then."""
@@ -249,7 +249,7 @@ class Member:
         session, before = self.in_session(), self.now
         yield from self.wake()
         if (late := self.now - before - self.report_every) > _MOMENT:  # it was stopped between two reports
-            self._stood_still += late
+            self.stops.append(late)
         if self._working_on != (self.next, self.phase):
             self._working_on, self._began = (self.next, self.phase), self.now
         if self.now - self._reported >= 0.9 * self.report_every:  # ticks are not quite even

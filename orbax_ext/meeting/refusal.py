@@ -18,12 +18,12 @@ def refuse(session: Session) -> None:
 
     def decide() -> None:
         with contextlib.suppress(Exception):  # the session is over, or its limits end it
-            run(_decision(session._member), session._board)
+            run(decision(session._member), session._board)
 
     begin(decide)
 
 
-def _decision(member: Member) -> Steps:
+def decision(member: Member) -> Steps:
     """Decides a meeting while another machine of this process may be waiting for its outcome."""
     process = member.place.process
     why = errors.RestoreFailedError({process: member.failure(process, "InterruptedError: the restore was cancelled")})

@@ -32,6 +32,7 @@ SHARES = (
     "stalled share",  # would work for hours and does not advance; comes when it is asked to
     "failed share",  # comes at once without its work
 )
+CANCEL = "cancel"  # refuses the meeting that it goes to, at any time, and comes to it all the same
 QUIET = "quiet"  # works for most of the limit without any progress, as one that compiles
 FORGOTTEN = "forgotten absence"  # as "absent", but does not withdraw what it announced
 HARMLESS = ("slow", "slow calls", QUIET, *SHARES)  # faults that no process may notice
@@ -93,6 +94,7 @@ def random_plan(seed: int) -> Plan:
     )
     late, more = _random_shares(seed, processes, restores, meetings)
     faults = (*faults, *more, *_random_absence(seed, processes, restores), *patient)
+    faults += _random_cancel(seed, processes, restores, meetings, stall)
     return Plan(seed, processes, restores, meetings, stall, total, faults, late)
 
 
@@ -114,6 +116,15 @@ def _random_absence(seed: int, processes: int, restores: int) -> tuple[Fault, ..
     if choice.random() < 0.95:
         return ()
     return (Fault(FORGOTTEN, choice.randrange(processes), choice.randrange(restores), 0, 0.0),)
+
+
+def _random_cancel(seed: int, processes: int, restores: int, meetings: int, stall: float) -> tuple[Fault, ...]:
+    """Returns a restore that one process cancels; none for most seeds."""
+    choice = random.Random(f"cancel {seed}")
+    if not meetings or choice.random() < 0.95:
+        return ()
+    process, restore, meeting = choice.randrange(processes), choice.randrange(restores), choice.randint(1, meetings)
+    return (Fault(CANCEL, process, restore, meeting, choice.uniform(0, stall / 2)),)
 
 
 def _random_patience(seed: int, processes: int, restores: int, meetings: int) -> tuple[float, tuple[Fault, ...]]:

@@ -20,9 +20,10 @@ from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
 from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
+from orbax_ext.meeting.refusal import decision
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
-from tests.simulation.plans import FORGOTTEN, QUIET, Fault, Plan
+from tests.simulation.plans import CANCEL, FORGOTTEN, QUIET, Fault, Plan
 from tests.simulation.world import GONE, Host, Task, World
 
 SUBJECT = "restore"
@@ -97,6 +98,7 @@ class Process:
         self._sessions = 0
         self._hosts_met: dict[int, str] = {}
         self._tasks: list[Task] = []
+        self._member: Role | None = None  # until its restore is over
         self._overtime = self._overdue = self._waited = 0.0
         self._payloads: list[Any] = []
         self._reports: Mapping[int, str] | None = None
@@ -151,7 +153,7 @@ class Process:
         place = Place(self._number, self._plan.processes, f"host{self._number}", _attempt(restore))
         role = Leader if self._number == LEADER else Follower
         limits = Limits(self._plan.stall, self._plan.total, self._plan.late)
-        member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
+        member = self._member = role(place, SUBJECT, limits, nonce, self.host.clock, self._hosts_met)
         self._tasks, self._payloads, self._reports = [], [], None
         self._overtime = self._overdue = self._waited = self._reporting = 0.0
         error: Exception | None = None
@@ -163,6 +165,7 @@ class Process:
             self._expect(raised)
         ended = self._world.now
         answered = max((task.answered for task in self._tasks), default=self._world.now)
+        self._member = None
         for task in self._tasks:
             task.abandoned = True
         closed = self._world.now + CLOSE_LIMIT
@@ -210,6 +213,8 @@ class Process:
             mine = {"number": number, "session": member.id, "by": self._number}
             now = {kind: f for kind, f in faults.items() if f.meeting == number}
             began = self._world.now
+            if CANCEL in now:
+                self.host.after(now[CANCEL].seconds, functools.partial(self._refuse, member, number))
             mine["late"] = "failed share" in now or (yield from self._work(member, now))
             if not math.isinf(self._plan.late):
                 mine[TOOK] = 0.0 if mine["late"] else self._world.now - began
@@ -220,6 +225,11 @@ class Process:
             if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
                 raise errors.restore_failed(failed)
         yield from self._hand_in(member)
+
+    def _refuse(self, member: Role, number: int) -> None:
+        """Lets a meeting fail, as `refusal.refuse` does, unless this process has been there or has left."""
+        if member is self._member and member.next == number:
+            self._tasks.append(Task(self.host, decision(member), lambda result: None))
 
     def _hand_in(self, member: Role) -> Program:
         """Sends a report to process 0. As in a restore, an error here is not one of the restore."""

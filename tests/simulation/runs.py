@@ -10,7 +10,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.protocol import GRACE, HAND_IN_LIMIT, LEADER, RESTORE_ERRORS, SILENCE, SPREAD
-from tests.simulation.plans import FORGOTTEN, HARMLESS, QUIET, SHARES, Fault, Plan, random_plan, smaller
+from tests.simulation.plans import CANCEL, FORGOTTEN, HARMLESS, QUIET, SHARES, Fault, Plan, random_plan, smaller
 from tests.simulation.processes import ASKS_EVERY, FINAL, QUIET_PART, SUBJECT, InterruptError, Process, Record, report
 from tests.simulation.world import HEARTBEAT, World
 
@@ -23,7 +23,7 @@ _UNHEARD = 3.0  # seconds between two reports of a process that advances, and un
 _FOR_EACH = 0.05  # seconds more for each process, as process 0 replies to one after the other
 _LONG_CALL = 0.4  # seconds: after a reply that takes longer, process 0 may have to publish its status once more
 _DEAF = {"crash", "pause", "lost", "silence"}  # with such a fault a process does not hear what the others decide
-_BROUGHT = {"error", "interrupt", "interrupt meeting"}  # such a failure is at the next meeting at once
+_BROUGHT = {"error", "interrupt", "interrupt meeting", CANCEL}  # such a failure is at the next meeting at once
 _INTERRUPTS = {"interrupt", "interrupt arrival", "interrupt meeting"}
 _NOT_TOLD = {"crash", "lost", *_INTERRUPTS}  # such a process may end with another error
 

@@ -70,9 +70,9 @@ class World:
 
         self.after(_AT_ONCE if how == "ends" else HEARTBEAT, end_all)
 
-    def note(self, who: object, text: str) -> None:
-        if self.trace is not None:
-            self.trace.append(f"{self.now:9.3f}  {who}: {text}")
+    def note(self, who: object, what: Action | str) -> None:
+        if self.trace is not None:  # only then the text of an action is made, which takes longer than the action
+            self.trace.append(f"{self.now:9.3f}  {who}: {what if isinstance(what, str) else str(what)[:200]}")
 
     def take_effect(self, call: Call) -> None:
         """Does what a call asks for, when it reaches the service."""
@@ -197,7 +197,7 @@ class Task:
         except Exception as error:
             self._end(error)
             return
-        self.host.world.note(self.host, str(action)[:200])
+        self.host.world.note(self.host, action)
         if isinstance(action, Sleep):
             self.host.after(action.seconds, lambda: self.resume(None))
         elif isinstance(action, Log):
