@@ -3,7 +3,7 @@
 python -m tests.simulation.real_process ADDRESS NUMBER PROCESSES STALL SECONDS
 
 Process 0 has the service. Prints "arrived" when all are there, then works for some seconds and meets; at the end prints
-the type of its error and the processes that it names, as JSON.
+the type of its error and the processes that it names, as JSON, and stays until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def main(address: str, number: int, processes: int, stall: float, seconds: float
     except Exception as raised:
         error = raised
     print(json.dumps([kind_of(error), named(error)]), flush=True)
+    sys.stdin.read()  # JAX would end the others with process 0
     del service  # not before: it ends with its last reference
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from orbax_ext.meeting.actions import Action, Count, Delete, Get, Put, Read, Sle
 from orbax_ext.meeting.board import Board, Client
 from orbax_ext.meeting.driver import run
 from orbax_ext.meeting.keys import SubjectKeys
+from orbax_ext.meeting.refusal import refuse
 from orbax_ext.meeting.session import Session
 from orbax_ext.meeting.terms import Limits
+from orbax_ext.meeting.threads import in_thread
 from orbax_ext.upstream.runtime import join_coordination_service, start_coordination_service
 from tests.simulation import plans, runs
 from tests.simulation.processes import InterruptError
@@ -154,7 +157,7 @@ def test_the_simulated_service_answers_as_the_real_one(name: str, clients: list[
     assert real == simulated
 
 
-# How the third process of three fails in the first restore.
+# How one process of three fails in the first restore.
 FAULTS = {
     "nothing": (),
     "error": (plans.Fault("error", 2, 0, 1, 1.0),),
@@ -165,30 +168,37 @@ FAULTS = {
     "interrupt": (plans.Fault("interrupt", 2, 0, 1, 1.0),),
     "stuck": (plans.Fault("stuck", 2, 0, 1, 1.0),),
     "interrupt meeting": (plans.Fault("interrupt meeting", 2, 0, 1, 0.1),),
+    "interrupt arrival": (plans.Fault("interrupt arrival", 2, 0, 1, 0.6),),
+    "interrupt arrival of process 0": (plans.Fault("interrupt arrival", 0, 0, 1, 0.6),),
+    "cancel": (plans.Fault(plans.CANCEL, 2, 0, 1, 0.1),),
 }
+# A world in which the interrupt comes, as below, while others are at work, or while one of them is still to come.
+WORLDS = {"interrupt arrival": 1, "interrupt arrival of process 0": 9}
 STALL = 1.5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_restore_ends_alike_on_both(fault: str, clients: list[Client]) -> None:
     """The same restore of three processes: on threads with real clients, and simulated."""
-    # With this seed the interrupt at the meeting comes, as below, while the others are at work.
-    ended = runs.run(plans.Plan(2, 3, 1, 1, STALL, None, FAULTS[fault]))
+    ended = runs.run(plans.Plan(WORLDS.get(fault, 2), 3, 1, 1, STALL, None, FAULTS[fault]))
     assert ended.problems == ()
     simulated = {
         process: [r.error for r in ended.records if (r.process, r.restore) == (process, 0)] for process in range(3)
     }
     real: dict[int, list[BaseException | None]] = {0: [], 1: [], 2: []}
     subject = f"conformance {fault}"
+    faulty = FAULTS[fault][0].process if FAULTS[fault] else 2
     seconds = 60.0 if fault == "interrupt meeting" else 0.6  # the others are at work when it happens, and are told
 
     def work(process: int) -> None:
-        kind = fault if process == 2 else ""
+        kind = fault.partition(" of ")[0] if process == faulty else ""
         if kind == "late":
             time.sleep(STALL + 2)
         if kind == "absent":
             Board(clients[2]).put(SubjectKeys(subject).absence(2), {"why": "no such step"})
             return
+        if fault.startswith("interrupt arrival") and process == 1:
+            time.sleep(0.8)  # the one that is interrupted waits for it
         for _ in range(2 if kind == "twice" else 1 - (kind == "never")):
             session = Session(clients[process], process, 3, subject, Limits(STALL))
             real[process].append(_restore(session, kind, seconds))
@@ -216,19 +226,25 @@ def _restore(session: Session, fault: str, seconds: float) -> BaseException | No
             raise OSError("disk gone")
         await asyncio.sleep({"interrupt meeting": 0.0, "stuck": 60.0}.get(fault, seconds))
 
-    async def work_and_meet() -> None:
+    async def interrupted(waiting: Awaitable[object], after: float) -> None:
+        task = asyncio.ensure_future(waiting)
+        await asyncio.wait({task}, timeout=after)
+        task.cancel()
+        await task
+
+    async def arrive_and_meet() -> None:
+        arriving = in_thread(session.arrive, {})
+        await (interrupted(arriving, 0.3) if fault == "interrupt arrival" else arriving)
         if fault == "interrupt":
             raise InterruptError("stopped by hand")
-        meeting = asyncio.ensure_future(session.together("work 1", work()))
-        if fault == "interrupt meeting":  # when it has brought its outcome, and waits for those of the others
-            await asyncio.wait({meeting}, timeout=0.3)
-            meeting.cancel()
-        await meeting
+        if fault == "cancel":
+            refuse(session)
+        meeting = session.together("work 1", work())  # it has brought its outcome when it is interrupted
+        await (interrupted(meeting, 0.3) if fault == "interrupt meeting" else meeting)
 
     try:
         with session:
-            session.arrive({})
-            asyncio.run(work_and_meet())
+            asyncio.run(arrive_and_meet())
     except (Exception, asyncio.CancelledError) as error:
         return error
     return None
@@ -240,36 +256,78 @@ def _outcome(error: BaseException | None) -> tuple[str, list[int]]:
     return "interrupted" if interrupted else kind_of(error), named(error)
 
 
-@pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_restore_ends_alike_without_a_service(stopped: signal.Signals) -> None:
-    """Process 0, which has the service, is stopped or dies at work. Its calls hang; JAX ends the others if it dies."""
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "tests.simulation.real_process", address]
+# Which process is stopped or killed when all have arrived, and after how many seconds it goes on.
+STOPS = {
+    "process 0 is stopped": (0, signal.SIGSTOP, math.inf),
+    "process 0 is killed": (0, signal.SIGKILL, math.inf),
+    "process 0 is stopped for a while": (0, signal.SIGSTOP, 4.0),
+    "another one is killed": (1, signal.SIGKILL, math.inf),
+    "another one is stopped for a moment": (1, signal.SIGSTOP, 0.8),
+    "another one is stopped for a while": (1, signal.SIGSTOP, 8.0),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_restore_with_a_stopped_process_ends_alike_on_both(name: str) -> None:
+    """On real processes with signals, and simulated.
+
+    Without process 0 there is no service: calls hang if it is stopped, and JAX ends the others if it dies.
+    """
+    stopped, how, seconds = STOPS[name]
+    real = _ends_of_real_processes(*STOPS[name])
+    kind = "crash" if how == signal.SIGKILL else "pause"
+    faults = [plans.Fault(kind, stopped, 0, 1, {signal.SIGKILL: 3.0}.get(how, min(seconds, 40.0)))]
+    if math.isinf(seconds):  # it does not come to the meeting before
+        faults.append(plans.Fault("stuck", stopped, 0, 1, 0.0))
+    # Each process by itself: whether JAX ends it before the error of its last call is a race.
+    simulated: list[set[str]] = [set(), set(), set()]
+    for seed in range(40):
+        ended = runs.run(plans.Plan(seed, 3, 1, 1, STALL, None, tuple(faults)))
+        assert ended.problems == ()
+        errors = {r.process: r.error for r in ended.records if r.restore == 0}
+        for process, outcomes in enumerate(simulated):
+            outcomes.add(str(list(_outcome(errors[process])) if process in errors else "has died"))
+    compared = [process for process in range(3) if process != stopped or not math.isinf(seconds)]
+    assert all(str(real[process]) in simulated[process] for process in compared), (real, simulated)
+
+
+def _ends_of_real_processes(stopped: int, how: signal.Signals, seconds: float) -> list[Any]:
+    """Returns how each of three processes ends; one that is stopped for ever, or that has died, says nothing."""
+    command = [sys.executable, "-m", "tests.simulation.real_process", f"127.0.0.1:{free_port()}"]
+    work = {stopped: "60" if math.isinf(seconds) else "1"}  # so that it is at work when it is stopped
     jobs = [
-        subprocess.Popen([*command, str(number), "3", str(STALL), seconds], stdout=subprocess.PIPE, text=True)
-        for number, seconds in enumerate(["60", "0.1", "0.1"])
+        subprocess.Popen(
+            [*command, str(number), "3", str(STALL), work.get(number, "0.1")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
     ]
     try:
         for job in jobs:
             assert job.stdout is not None
             assert job.stdout.readline() == "arrived\n"
-        time.sleep(1)  # processes 1 and 2 wait at the meeting
-        jobs[0].send_signal(stopped)
-        said = [job.communicate(timeout=60)[0] for job in jobs[1:]]
+        if math.isinf(seconds):
+            time.sleep(1)  # the others wait at the meeting
+        jobs[stopped].send_signal(how)
+        if not math.isinf(seconds):
+            time.sleep(seconds)
+            jobs[stopped].send_signal(signal.SIGCONT)
+        saying = [job for number, job in enumerate(jobs) if number != stopped or not math.isinf(seconds)]
+        said = {job: _line(job) for job in saying}
     finally:
         for job in jobs:
             job.kill()
             job.wait()
-    real = [json.loads(text) if text else "has died" for text in said]
+    return [json.loads(said[job]) if said.get(job) else "has died" for job in jobs]
 
-    kind, seconds = ("pause", 40.0) if stopped == signal.SIGSTOP else ("crash", 3.0)
-    stuck = plans.Fault("stuck", 0, 0, 1, 0.0)
-    # Each process by itself: whether JAX ends it before the error of its last call is a race.
-    simulated: list[set[str]] = [set(), set()]
-    for seed in range(20):
-        ended = runs.run(plans.Plan(seed, 3, 1, 1, STALL, None, (plans.Fault(kind, 0, 0, 1, seconds), stuck)))
-        assert ended.problems == ()
-        errors = {r.process: r.error for r in ended.records if r.process and r.restore == 0}
-        for process, outcomes in enumerate(simulated, 1):
-            outcomes.add(str(list(_outcome(errors[process])) if process in errors else "has died"))
-    assert all(str(outcome) in outcomes for outcome, outcomes in zip(real, simulated, strict=True)), (real, simulated)
+
+def _line(job: subprocess.Popen[str]) -> str:
+    """Returns the next line that a process prints; empty if it dies, or says nothing for a minute."""
+    lines: list[str] = []
+    assert job.stdout is not None
+    reader = threading.Thread(target=lambda stream: lines.append(stream.readline()), args=(job.stdout,), daemon=True)
+    reader.start()
+    reader.join(60)
+    return "".join(lines)
