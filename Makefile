@@ -25,6 +25,7 @@ CACHE = -o cache_dir=.venv/$*/pytest-cache
 
 EXAMPLES ?= 300
 SEEDS ?= 100000
+FROM ?= 0
 DAMAGES ?= 500
 
 # Of the rows "auto before" in the benchmark: before slow readers were taken over and direct reads went to TensorStore.
@@ -91,8 +92,8 @@ test-slurm: $(NEWEST)/.ready ## jobs of a real Slurm of four nodes on this machi
 faults-table: export ORBAX_EXT_FAULTS_TABLE = write
 faults-table: test-faults ## test-faults, and write bench/results/faults.md
 
-simulate: $(NEWEST)/.ready ## the protocol of the meetings in simulated worlds, on all cores (SEEDS=100000, or SEED=17 for one with its trace)
-	$(NEWEST)/bin/python -m tests.simulation $(if $(RECORDED),--recorded $(RECORDED),$(if $(SEED),--seed $(SEED),--seeds $(SEEDS)))
+simulate: $(NEWEST)/.ready ## the protocol of the meetings in simulated worlds, on all cores (SEEDS=100000, FROM=40000 to go on, SEED=17 for one with its trace)
+	$(NEWEST)/bin/python -m tests.simulation $(if $(RECORDED),--recorded $(RECORDED),$(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FROM)))
 
 check: $(NEWEST)/.ready ## lint, format check, strict types
 	$(NEWEST)/bin/ruff check .
