@@ -87,7 +87,9 @@ async def make_request(handler: type_handlers.ArrayHandler, infos: Sequence[Any]
 
     What the restore args leave open is looked up in the sharding file, the stored arrays' metadata and key types.
     """
-    saved = await saved_arrays(handler, infos[0].parent_dir)
+    # An error of one process is one of all where they meet, so each looks at some of what plain Orbax reads everywhere.
+    share = slice(jax.process_index(), None, jax.process_count()) if may_concern_all_processes(args) else slice(None)
+    saved = await saved_arrays(handler, infos[0].parent_dir, share)
     shardings = [_given_sharding(arg) for arg in args]
     incomplete = [
         index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import inspect
@@ -135,16 +136,24 @@ class SavedArray:
     key_impl: str  # of typed PRNG keys; empty for all other arrays
 
 
-async def saved_arrays(handler: type_handlers.ArrayHandler, checkpoint_dir: Any) -> dict[str, SavedArray]:
-    """Returns the list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if there is none."""
+async def saved_arrays(
+    handler: type_handlers.ArrayHandler, checkpoint_dir: Any, also_read: slice = slice(0)
+) -> dict[str, SavedArray]:
+    """Returns the list of arrays that Orbax keeps in a checkpoint, by leaf name; empty if there is none.
+
+    Every process that saved wrote a list, possibly thousands of them, all of the same arrays: the first one is enough.
+    Plain Orbax reads all, and fails if one is damaged. Of the lists, `also_read` are only read, for that error.
+    """
     store = handler._array_metadata_store
     if store is None:
         return {}
-    # Every process that saved wrote a list, possibly thousands of them, all of the same arrays: one is enough.
-    entries = await store.read(checkpoint_dir=checkpoint_dir, process_index=0)
-    if entries is None:
-        by_process = await store.read(checkpoint_dir=checkpoint_dir) or {}
-        entries = next(iter(by_process.values()), [])
+    resolver = store._path_resolver
+    paths = sorted(await resolver.get_read_file_paths(checkpoint_dir), key=resolver.get_process_index)
+    if not paths:
+        await store.read(checkpoint_dir=checkpoint_dir)  # raises Orbax's error if there is no such directory
+        return {}
+    lists = await asyncio.gather(*map(store._get_array_metadatas, dict.fromkeys([paths[0], *paths[also_read]])))
+    _, entries = lists[0]
     arrays = {}
     for entry in entries:
         key_impl = (entry.ext_metadata or {}).get(array_metadata_lib.RANDOM_KEY_IMPL, "")

@@ -62,13 +62,17 @@ def test_damage_of_every_file_is_refused_with_plain_orbax_s_type(
     assert {kinds[0] for kinds, _ in errors if kinds} >= {"ValueError"} | (set() if ocdbt else {"FileNotFoundError"})
 
 
-def test_lists_of_arrays_are_read_of_one_saving_process_only(small_cluster: lab.Cluster, path: str) -> None:
-    """Plain Orbax reads the lists of all processes that saved; they all hold the same."""
+@pytest.mark.parametrize("saver", [0, 1, 5])
+def test_a_damaged_list_of_any_saving_process_is_refused(small_cluster: lab.Cluster, path: str, saver: int) -> None:
+    """Plain Orbax reads the lists of all processes that saved everywhere, orbax_ext each of them on one process."""
     small_cluster.run(save, path, True, False)
-    pathlib.Path(path, "array_metadatas", "process_1").write_text("{")
-    for comparisons in small_cluster.run(compare_all, {"list of process 1": path}):
+    lists = pathlib.Path(path, "array_metadatas")
+    content = (lists / "process_0").read_text()
+    for number in range(6):  # as if more processes had saved than restore
+        (lists / f"process_{number}").write_text("{" if number == saver else content)
+    for comparisons in small_cluster.run(compare_all, {"list of one process": path}):
         for comparison in comparisons.values():
-            assert comparison.errors == (("ValueError",), ())
+            assert comparison.errors == (("ValueError",), ("ValueError",))
 
 
 def _differing(comparisons: dict[str, Comparison]) -> list[str]:
