@@ -59,3 +59,8 @@ def contributions(found: Mapping[str, Any]) -> dict[int, Any]:
 
 def missing_from(found: Collection[int], processes: int) -> list[int]:
     return [process for process in range(processes) if process not in found]
+
+
+def last_of(came: Mapping[int, float], before: Collection[int]) -> int:
+    """Returns the process that arrived last by its own clock, among those that process 0 had not seen `before`."""
+    return max([process for process in came if process not in before], key=lambda process: (came[process], process))

@@ -13,7 +13,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Log, Moment, Put, Read, Sleep, Steps
-from orbax_ext.meeting.arrivals import CAME, Arrivals, Heard, by_process, contributions, missing_from
+from orbax_ext.meeting.arrivals import CAME, Arrivals, Heard, by_process, contributions, last_of, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -50,6 +50,9 @@ class Leader(Member):
         self._published, self._beats = self.now, 0  # when the status was published last, and how often by `beat`
         self._came = (0, 0, self.now)  # the next meeting, how many have come to it, and since when
         self._asked = 0  # the latest meeting to which process 0 has asked those who were late
+        self._nonces: dict[int, str] = {}  # of those with whom it opens the session
+        self._inside: set[int] = set()  # those of them who were replied to with its id
+        self._outside = 0  # how many of the others have been counted as gone
         self._working: tuple[int, Patience] | None = None  # while process 0 works: the next meeting, and its patience
         self.longest_pause = min(PAUSES[1], max(0.01, _PAUSE_FOR_EACH * self.place.processes))
 
@@ -78,7 +81,7 @@ class Leader(Member):
                 take(own)  # another process has given up, and told the others
             missing = missing_from(arrivals.standing(), self.place.processes)
             if not missing:
-                self.last = _last(arrivals.came, before)
+                self.last = last_of(arrivals.came, before)
                 return arrivals
             before = arrivals.standing()
             if self.now - looked > self.look_every or patience.expired(self.limits.stall):
@@ -108,23 +111,38 @@ class Leader(Member):
         """
         yield from self.call(Delete(self.keys.sessions))  # what earlier ones could not remove; nobody is in them now
         self.enter(self.nonce)
-        refused = []
+        self._nonces = arrivals.nonces
         for process, nonce in arrivals.nonces.items():
             reply = Put(self.keys.reply(process, nonce), self._stamped({"id": self.id}), once=True)
-            if process != LEADER and not (yield from self.call(reply)):
-                refused.append(process)
+            if process != LEADER:
+                self._inside.add(process)  # before the call, which an interrupt does not end
+                if not (yield from self.call(reply)):
+                    self._inside.remove(process)
             yield from self.beat()
-        current = yield from self.arrivals()
-        gone = [process for process, nonce in arrivals.nonces.items() if current.nonces.get(process) != nonce]
-        unread = [process for process in gone if (process, arrivals.nonces[process]) in current.replies]
-        for process in unread:
-            yield from self.call(Delete(self.keys.arrival(process, arrivals.nonces[process])))
-        outcome = self._stamped(wire.pack(arrivals.payloads))
-        if refused or gone:
-            for _ in {*refused, *unread}:  # never in this session; before an interrupt of what follows
-                yield from self.call(Count(self.in_session().gone))
-            outcome = yield from self._error_of(sorted({*refused, *gone}), arrivals)
+        current, inside = (yield from self.arrivals()), {LEADER, *self._inside}
+        lost = [p for p, nonce in arrivals.nonces.items() if p not in inside or current.nonces.get(p) != nonce]
+        yield from self._count_outside(current)  # before an interrupt of what follows
+        outcome = (yield from self._error_of(lost, arrivals)) if lost else self._stamped(wire.pack(arrivals.payloads))
         return (yield from self.decide(self.in_session().outcome(0), outcome))
+
+    def dismiss(self, why: Mapping[str, Any]) -> Steps:
+        """Replies to the rest that there is no session, if process 0 leaves before it has replied to all."""
+        self.seen = self._nonces  # not those who have come to their next restore since
+        yield from self.tell_waiting(why)
+        yield from self._count_outside((yield from self.arrivals()))
+
+    def _count_outside(self, current: Arrivals) -> Steps:
+        """Counts those as gone who are never in this session, each once, however often this is interrupted."""
+        for process in [*self._inside]:
+            nonce = self._nonces[process]
+            reply, left = current.replies.get((process, nonce), {}), current.nonces.get(process) != nonce
+            if ERROR in reply or (reply and left):
+                self._inside.remove(process)
+                if left:  # it has not read the reply, which nobody else would remove
+                    yield from self.call(Delete(self.keys.arrival(process, nonce)))
+        while self._outside < self.place.processes - 1 - len(self._inside):
+            self._outside += 1
+            yield from self.call(Count(self.in_session().gone))
 
     def beat(self) -> Steps:
         """Replies to many processes take long: lets those go on who wait for theirs, or for the outcome."""
@@ -179,7 +197,7 @@ class Leader(Member):
             found = yield from self._brought(number)
             missing = missing_from(found, self.place.processes)
             if not missing:
-                self.last = _last({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
+                self.last = last_of({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
                 return {process: _without_stamp(own) for process, own in found.items()}
             yield from self._ask_late(found)
             before = found.keys()
@@ -324,11 +342,6 @@ class Leader(Member):
 def _longer(pause: float, waited: float, longest: float) -> float:
     """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
     return min(PAUSES[1], max(longest, _PART * waited), pause * 1.5)
-
-
-def _last(came: Mapping[int, float], before: Collection[int]) -> int:
-    """Returns the process that arrived last by its own clock, among those that process 0 had not seen `before`."""
-    return max([process for process in came if process not in before], key=lambda process: (came[process], process))
 
 
 def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:

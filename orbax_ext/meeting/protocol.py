@@ -167,8 +167,8 @@ class Member:
             yield from self.tell_waiting(reply)
         return stands
 
-    def tell_waiting(self, reply: Mapping[str, Any]) -> Generator[Action, Moment, list[int]]:
-        """Replies to all who wait in `arrive`, and takes back the arrival of this process. Returns who has no session.
+    def tell_waiting(self, reply: Mapping[str, Any]) -> Steps:
+        """Replies to all who wait in `arrive`, and takes back the arrival of this process.
 
         The arrival goes after the replies: until then nobody may call this process missing. Process 0 may have come
         and seen the arrival before it went, so it is told as well. A process that has come since this one looked may be
@@ -177,10 +177,8 @@ class Member:
         me, before = self.place.process, self.seen
         standing = (yield from self.arrivals()).standing()
         told = {other: nonce for other, nonce in standing.items() if other != me and before.get(other) == nonce}
-        outside = []
         for other, nonce in told.items():
-            if (yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))):
-                outside.append(other)
+            yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))
             yield from self.beat()
         yield from self.call(Delete(self.keys.arrived(me, self.nonce)))
         now = yield from self.arrivals()
@@ -192,10 +190,13 @@ class Member:
             # Not a reply of process 0, which would take this process for one that has entered its session.
             if now.nonces.get(other) != nonce and ERROR in now.replies.get((other, nonce), {}):
                 yield from self.call(Delete(self.keys.reply(other, nonce)))
-        return outside
 
     def beat(self) -> Steps:
         """Shows those who wait that this process is still at it. Only process 0 is waited for."""
+        yield from ()
+
+    def dismiss(self, why: Mapping[str, Any]) -> Steps:
+        """Tells those who wait for a session that there is none. Only process 0 opens one."""
         yield from ()
 
     def end_arrival(self) -> Steps:
@@ -234,8 +235,8 @@ class Member:
             yield from self.call(Put(session.outcome(number + 1), value, self.most, once=True))
         if self._arriving and self.place.process == LEADER:  # it may not have replied to all
             stands = value if decided else (yield from self.call(Get(session.outcome(number)))) or {}
-            for _ in (yield from self.tell_waiting(stands)) if ERROR in stands else ():
-                yield from self.call(Count(session.gone))
+            if ERROR in stands:
+                yield from self.dismiss(stands)
         if self._arriving:
             yield from self.end_arrival()
         if (yield from self.call(Count(session.gone))) == self.place.processes:

@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "those who wait are not told that a process has given up",
         "protocol",
-        "if (yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))):",
-        "if False:",
+        "yield from self.call(Put(self.keys.reply(other, nonce), reply, self.most, once=True))",
+        "yield from ()",
         seed=9,
     ),
     Mutation(
@@ -216,8 +216,8 @@ MUTATIONS = (
 # None, to see that a protocol that is loaded in this way works.
 CONTROL = Mutation("nothing", "protocol", "LEAVE_LIMIT = 5.0", "LEAVE_LIMIT = 5.0")
 
-# Too few seeds find these four: one needs a process that leaves within a few milliseconds, one that leaves while it
-# replies, one that dies right after a meeting and little patience, and one a long silence.
+# Too few seeds find these: one needs a process that leaves within a few milliseconds, four need process 0 to leave
+# while it replies, one needs a process that dies right after a meeting and little patience, and one a long silence.
 UNNOTICED_DEPARTURE = Mutation(
     "a process that leaves as a meeting ends does not end the one after it",
     "protocol",
@@ -235,6 +235,21 @@ ONLY_OWN_DECISION_TOLD = Mutation(
     "protocol",
     "if self._arriving and self.place.process == LEADER:",
     "if self._arriving and decided and self.place.process == LEADER:",
+)
+NEXT_RESTORE_TOLD = Mutation(
+    "process 0 tells those who have come to their next restore why it leaves this one",
+    "leader",
+    "self.seen = self._nonces",
+    "pass",
+)
+OUTSIDE_UNCOUNTED = Mutation(
+    "process 0 does not count those who are never in the session if it leaves while it opens it",
+    "leader",
+    """        yield from self.tell_waiting(why)
+        yield from self._count_outside((yield from self.arrivals()))
+""",
+    """        yield from self.tell_waiting(why)
+""",
 )
 LONG_WAIT_FOR_REPORTS = Mutation(
     "process 0 waits for reports longer than the others wait for it at the next restore",
