@@ -43,7 +43,7 @@ from orbax_ext.meeting.protocol import (
 )
 from orbax_ext.meeting.terms import Limits as Limits
 from orbax_ext.meeting.terms import Place, Word
-from orbax_ext.meeting.threads import GivenUpError, StopTicking, Ticker, in_thread, watched
+from orbax_ext.meeting.threads import GivenUpError, StopTicking, Ticker, in_thread, watched, when_closed
 from orbax_ext.meeting.wire import Contribution, failure_to_json, failures_from_json
 from orbax_ext.redact import redact
 from orbax_ext.upstream import runtime
@@ -96,7 +96,7 @@ class Session:
 
     def __enter__(self) -> Self:
         with contextlib.suppress(RuntimeError):  # no event loop runs
-            self._loop = asyncio.get_running_loop()
+            self._run_in(asyncio.get_running_loop())
         _under_way.add(self)
         return self
 
@@ -144,7 +144,8 @@ class Session:
         """
         self._member.phase, self._on_asked = phase, asked
         before = self._loop
-        self._loop, self._task, self._stopped = asyncio.get_running_loop(), asyncio.current_task(), False
+        self._run_in(asyncio.get_running_loop())
+        self._task, self._stopped = asyncio.current_task(), False
         mine: Contribution = {}
         try:
             with self.reporting():
@@ -152,6 +153,7 @@ class Session:
             mine = contribution()
         except asyncio.CancelledError:
             if not self._stopped or (task := self._task) is None:
+                self._loop = before
                 raise
             task.uncancel()
         except Exception as error:
@@ -242,19 +244,29 @@ class Session:
         self._board.answered = time.monotonic()
 
         def deadline() -> float:
-            if _abandoned(self):
-                self.leave(_interrupted())
-                return 0.0
-            return silent_at(self._member, self._board.last_answer())
+            return 0.0 if self._abandoned else silent_at(self._member, self._board.last_answer())
 
         try:
             return watched(lambda: run(steps, self._board), deadline)
         except GivenUpError:
             raise service_is_silent(self._member, time.monotonic()) from None
 
+    def _run_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets this process leave when a loop is closed under its restore, so that the next one can begin.
+
+        Orbax does so from 0.12.0 on, without an error there, at a KeyboardInterrupt or an error of another handler.
+        """
+        if loop is not self._loop:
+            self._loop = loop
+            when_closed(loop, self._leave_abandoned)
+
+    def _leave_abandoned(self) -> None:
+        if self._abandoned and self in _under_way:
+            _under_way.discard(self)
+            self.leave(InterruptedError("the restore was interrupted"))
+
     def _tick(self) -> None:
-        if _abandoned(self):
-            self.leave(_interrupted())
+        if self._abandoned:
             raise StopTicking
         asked = self._on_asked
         word = run(self._member.report(lambda: self._done() + self.worked, asked is not None), self._board)
@@ -269,6 +281,10 @@ class Session:
             self._loop.call_soon_threadsafe(stop_work)
             raise StopTicking
 
+    @property
+    def _abandoned(self) -> bool:
+        return self._loop is not None and self._loop.is_closed()
+
     @contextlib.contextmanager
     def _waiting(self, phase: str = "") -> Iterator[None]:
         """Passes the seconds that a meeting takes and the last process to arrive to `waited`."""
@@ -280,18 +296,6 @@ class Session:
                 self._waited(phase or self.phase, time.monotonic() - came, self._member.last)
 
 
-def _abandoned(session: Session) -> bool:
-    """Returns whether the session's event loop was closed without an error in what ran there.
-
-    Orbax does so from 0.12.0 on at a KeyboardInterrupt, and when its handler of other leaves fails while ours restores.
-    """
-    return session._loop is not None and session._loop.is_closed()
-
-
-def _interrupted() -> InterruptedError:
-    return InterruptedError("the restore was interrupted")
-
-
 def _new_nonce() -> str:
     """Returns a text that no other session has, and that is greater than those of earlier sessions of this process."""
     return f"{next(_sessions):08d}-{uuid.uuid4().hex}"
@@ -300,10 +304,7 @@ def _new_nonce() -> str:
 def open_session(
     subject: str, limits: Limits, done: Callable[[], int] = lambda: 0, waited: Waited | None = None
 ) -> Session:
-    """Returns a session of all processes of this job. Leaves those that were abandoned: nobody else may wait there."""
-    for session in [session for session in _under_way if _abandoned(session)]:
-        _under_way.discard(session)
-        session.leave(_interrupted())
+    """Returns a session of all processes of this job."""
     client = runtime.coordination_client() if jax.process_count() > 1 else LocalClient()
     place = jax.process_index(), jax.process_count()
     return Session(client, *place, subject, limits, done, waited, _attempts.get(subject, ""))

@@ -140,6 +140,17 @@ class Ticker:
                 logging.log_first_n(logging.WARNING, "orbax_ext: could not publish progress: %s", 1, error)
 
 
+def when_closed(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Calls a function when a loop is closed, in the thread that closes it, before `close` returns."""
+    close = loop.close
+
+    def close_and_call() -> None:
+        close()
+        function()
+
+    loop.close = close_and_call  # type: ignore[method-assign]
+
+
 class Turn:
     """A lock for coroutines of different event loops. A loop that is closed no longer holds it."""
 

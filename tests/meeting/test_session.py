@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import pytest
+import uvloop
 
 from orbax_ext import errors
 from orbax_ext.meeting import board as board_lib
@@ -20,6 +21,7 @@ from orbax_ext.meeting import session as session_lib
 from orbax_ext.meeting.board import Board, LocalClient
 from orbax_ext.meeting.protocol import ERROR, TOOK
 from orbax_ext.meeting.session import Limits, Session, gather
+from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import restore_error_to_json
 from orbax_ext.upstream import runtime
 from tests.support.coordination import SharedClient, on_processes
@@ -282,3 +284,26 @@ def test_a_process_that_was_stopped_does_not_give_up_a_service_that_answers(monk
             return dict(session.meet("work", {"number": process}))
 
     assert on_processes(2, run) == [{0: {"number": 0}, 1: {"number": 1}}] * 2
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_an_arrival_is_taken_back_before_a_loop_that_is_closed_under_it_is(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    client, loop = LocalClient(), new_loop()
+
+    async def restore() -> None:
+        with Session(client, 0, 2, "restore", Limits()) as session:
+            await in_thread(session.arrive, {})
+
+    async def fail_beside_it() -> None:
+        restoring.append(asyncio.ensure_future(restore()))
+        while not client.key_value_dir_get("orbax_ext/restore/arrive/0/"):
+            await asyncio.sleep(0.01)
+        raise OSError("no such number")
+
+    restoring: list[asyncio.Task[None]] = []
+    with pytest.raises(OSError, match="no such number"):
+        loop.run_until_complete(fail_beside_it())
+    loop.close()
+    assert client.key_value_dir_get("orbax_ext/") == []

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import pathlib
 import random
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,17 +116,7 @@ def compare(path: str, call: str, knobs: Mapping[str, Any]) -> Comparison:
 
 
 def keys_left() -> list[str]:
-    """Returns the keys of processes that still wait. Keys of a session that was left are removed by the next one.
-
-    A restore that Orbax ends because another handler has failed notices that a moment later.
-    """
-    deadline = time.monotonic() + 5
-    while (keys := _keys_of_waiting()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return keys
-
-
-def _keys_of_waiting() -> list[str]:
+    """Returns the keys of processes that still wait. Keys of a session that was left are removed by the next one."""
     return [key for key in states.coordination_keys() if "/session/" not in key]
 
 
