@@ -217,7 +217,8 @@ MUTATIONS = (
 CONTROL = Mutation("nothing", "protocol", "LEAVE_LIMIT = 5.0", "LEAVE_LIMIT = 5.0")
 
 # Too few seeds find these: one needs a process that leaves within a few milliseconds, four need process 0 to leave
-# while it replies, one needs a process that dies right after a meeting and little patience, and one a long silence.
+# while it replies, one needs a process that dies right after a meeting and little patience, one a process 0 that is
+# stopped while a slow one works, and one a long silence.
 UNNOTICED_DEPARTURE = Mutation(
     "a process that leaves as a meeting ends does not end the one after it",
     "protocol",
@@ -256,6 +257,9 @@ LONG_WAIT_FOR_REPORTS = Mutation(
     "leader",
     "min(HAND_IN_LIMIT, self.limits.stall)",
     "HAND_IN_LIMIT",
+)
+STOPS_COUNT = Mutation(
+    "the time in which a process was stopped uses up its limit", "protocol", "_STOPS = 5", "_STOPS = 0"
 )
 SILENCE_WITHOUT_LIMIT = Mutation(
     "the limit in all is ignored while the service is silent",

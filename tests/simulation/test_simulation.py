@@ -131,6 +131,18 @@ def test_a_process_that_was_stopped_for_long_ends_with_the_others() -> None:
         assert any("gives up a service that answers" in str(runs.run(plan).problems) for plan in same)
 
 
+def test_a_stop_of_process_0_that_is_longer_than_the_limit_makes_no_restore_fail() -> None:
+    faults = (plans.Fault("pause", 0, 0, 1, 10.0), plans.Fault("slow", 1, 0, 1, 0.0))
+    same = [plans.Plan(seed, 3, 1, 1, 4.0, None, faults) for seed in range(30)]
+
+    def some_fail() -> bool:
+        return any(record.error for plan in same for record in runs.run(plan).records)
+
+    assert not some_fail()
+    with mutations.applied(mutations.STOPS_COUNT):
+        assert some_fail()
+
+
 @pytest.mark.parametrize("stuck", [(1, 2, 3), (0, 1, 2), (0, 2, 3)])
 def test_one_process_reads_in_place_of_all_others(stuck: tuple[int, ...]) -> None:
     faults = tuple(plans.Fault("stalled share", process, 0, 1, 0.0) for process in stuck)
