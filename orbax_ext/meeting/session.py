@@ -256,14 +256,8 @@ class Session:
 
         Orbax does so from 0.12.0 on, without an error there, at a KeyboardInterrupt or an error of another handler.
         """
-        if loop is not self._loop:
-            self._loop = loop
-            when_closed(loop, self._leave_abandoned)
-
-    def _leave_abandoned(self) -> None:
-        if self._abandoned and self in _under_way:
-            _under_way.discard(self)
-            self.leave(InterruptedError("the restore was interrupted"))
+        self._loop = loop
+        when_closed(loop, _leave_abandoned)
 
     def _tick(self) -> None:
         if self._abandoned:
@@ -294,6 +288,12 @@ class Session:
         finally:
             if self._waited is not None:
                 self._waited(phase or self.phase, time.monotonic() - came, self._member.last)
+
+
+def _leave_abandoned() -> None:
+    for session in [session for session in list(_under_way) if session._abandoned]:
+        _under_way.discard(session)
+        session.leave(InterruptedError("the restore was interrupted"))
 
 
 def _new_nonce() -> str:

@@ -141,14 +141,17 @@ class Ticker:
 
 
 def when_closed(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """Calls a function when a loop is closed, in the thread that closes it, before `close` returns."""
-    close = loop.close
+    """Calls a function when a loop is closed, in the thread that closes it, before `close` returns.
 
-    def close_and_call() -> None:
+    A loop may live long and is passed often: only the first function counts, so all pass the same one.
+    """
+
+    def close_and_call(close: Callable[[], None]) -> None:
         close()
         function()
 
-    loop.close = close_and_call  # type: ignore[method-assign]
+    if not isinstance(loop.close, functools.partial):
+        loop.close = functools.partial(close_and_call, loop.close)  # type: ignore[method-assign]
 
 
 class Turn:
