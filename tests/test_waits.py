@@ -206,7 +206,11 @@ REASONS: dict[tuple[str, str], str] = {
         "await serialization.async_deserialize(sharding, {**spec, 'transform': transform}, global_shape=tuple",
     ): _WORK,
     ("upstream.array_handler", "await store.read(checkpoint_dir=checkpoint_dir)"): _DESCRIBE,
-    ("upstream.array_handler", "await store.read(checkpoint_dir=checkpoint_dir, process_index=0)"): _DESCRIBE,
+    ("upstream.array_handler", "await resolver.get_read_file_paths(checkpoint_dir)"): _DESCRIBE,
+    (
+        "upstream.array_handler",
+        "await asyncio.gather(*map(store._get_array_metadatas, dict.fromkeys([paths[0], *paths[also_read]])))",
+    ): _DESCRIBE,
     ("upstream.emergency", "_listing_steps.get()"): "a context variable, not a queue",
     ("upstream.hooks", "_lock"): _LOCK,
     ("upstream.hooks", "_served_by.get()"): "a context variable, not a queue",

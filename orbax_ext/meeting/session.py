@@ -148,20 +148,21 @@ class Session:
         self._task, self._stopped = asyncio.current_task(), False
         mine: Contribution = {}
         try:
-            with self.reporting():
-                result = await work
-            mine = contribution()
-        except asyncio.CancelledError:
-            if not self._stopped or (task := self._task) is None:
-                self._loop = before
-                raise
-            task.uncancel()
-        except Exception as error:
-            mine = failure_to_json(error)
+            try:
+                with self.reporting():
+                    result = await work
+                mine = contribution()
+            except asyncio.CancelledError:
+                if not self._stopped or (task := self._task) is None:
+                    raise
+                task.uncancel()
+            except Exception as error:
+                mine = failure_to_json(error)
+            finally:
+                self._task = self._on_asked = None
+            outcomes = await in_thread(self.meet, phase, mine)
         finally:
-            self._task = self._on_asked = None
-        outcomes = await in_thread(self.meet, phase, mine)
-        self._loop = before  # a session that was opened without a loop outlives this one
+            self._loop = before  # a session that was opened without a loop outlives this one
         failed = failures_from_json(outcomes, self.hosts, phase)
         if failed:
             raise errors.restore_failed(failed)
@@ -252,10 +253,7 @@ class Session:
             raise service_is_silent(self._member, time.monotonic()) from None
 
     def _run_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Lets this process leave when a loop is closed under its restore, so that the next one can begin.
-
-        Orbax does so from 0.12.0 on, without an error there, at a KeyboardInterrupt or an error of another handler.
-        """
+        """Lets this process leave if Orbax closes the loop under its restore, from 0.12.0 on without an error there."""
         self._loop = loop
         when_closed(loop, _leave_abandoned)
 
