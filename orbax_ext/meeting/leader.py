@@ -113,7 +113,7 @@ class Leader(Member):
         self.enter(self.nonce)
         self._nonces = arrivals.nonces
         for process, nonce in arrivals.nonces.items():
-            reply = Put(self.keys.reply(process, nonce), self._stamped({"id": self.id}), once=True)
+            reply = Put(self.keys.reply(process, nonce), _stamped(self, {"id": self.id}), once=True)
             if process != LEADER:
                 self._inside.add(process)  # before the call, which an interrupt does not end
                 if not (yield from self.call(reply)):
@@ -122,7 +122,7 @@ class Leader(Member):
         current, inside = (yield from self.arrivals()), {LEADER, *self._inside}
         lost = [p for p, nonce in arrivals.nonces.items() if p not in inside or current.nonces.get(p) != nonce]
         yield from self._count_outside(current)  # before an interrupt of what follows
-        outcome = (yield from self._error_of(lost, arrivals)) if lost else self._stamped(wire.pack(arrivals.payloads))
+        outcome = (yield from _error_of(self, lost, arrivals)) if lost else _stamped(self, wire.pack(arrivals.payloads))
         return (yield from self.decide(self.in_session().outcome(0), outcome))
 
     def dismiss(self, why: Mapping[str, Any]) -> Steps:
@@ -157,20 +157,6 @@ class Leader(Member):
         yield from self.call(Delete(self.keys.status))
         yield from super().end_arrival()
 
-    def _error_of(self, lost: list[int], arrivals: Arrivals) -> Steps:
-        """Waits a moment for the error that a process that has given up tells the others."""
-        patience = Patience(self)
-        while not patience.expired(GRACE):
-            current = yield from self.arrivals()
-            for process in (LEADER, *lost):
-                reply = current.replies.get((process, arrivals.nonces[process]), {})
-                if ERROR in reply:
-                    return reply
-            yield from self.call(Sleep(PAUSES[1]))
-            yield from self.beat()
-        why = dict.fromkeys(lost, "gave up before the others had arrived")
-        return {ERROR: wire.restore_error_to_json(self.timeout(lost, why))}
-
     def meet(self, phase: str, mine: Contribution) -> Contributions:
         """Waits until all processes are at this meeting; returns their contributions."""
         session, number, self.phase = self.in_session(), self.next, phase
@@ -180,7 +166,7 @@ class Leader(Member):
         try:
             found = yield from self._gather(number)
             yield from self.call(Delete(session.meeting(number - 1)))  # all are here, so all have read it
-            outcome = self._stamped(wire.pack(found))
+            outcome = _stamped(self, wire.pack(found))
         except RESTORE_ERRORS as error:
             outcome = {ERROR: wire.restore_error_to_json(error)}
         stands = yield from self.decide(session.outcome(number), outcome)
@@ -334,9 +320,25 @@ class Leader(Member):
         if patience is not None and patience.time_to_log():
             yield from self.call(Log(waiting_for(self, missing)))
 
-    def _stamped(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a message with the time by the clock of process 0 and the last process to arrive."""
-        return {**value, "last": self.last, "now": self.wall}
+
+def _error_of(leader: Leader, lost: list[int], arrivals: Arrivals) -> Steps:
+    """Waits a moment for the error that a process that has given up tells the others."""
+    patience = Patience(leader)
+    while not patience.expired(GRACE):
+        current = yield from leader.arrivals()
+        for process in (LEADER, *lost):
+            reply = current.replies.get((process, arrivals.nonces[process]), {})
+            if ERROR in reply:
+                return reply
+        yield from leader.call(Sleep(PAUSES[1]))
+        yield from leader.beat()
+    why = dict.fromkeys(lost, "gave up before the others had arrived")
+    return {ERROR: wire.restore_error_to_json(leader.timeout(lost, why))}
+
+
+def _stamped(leader: Leader, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with the time by the clock of process 0 and the last process to arrive."""
+    return {**value, "last": leader.last, "now": leader.wall}
 
 
 def _longer(pause: float, waited: float, longest: float) -> float:

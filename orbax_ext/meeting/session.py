@@ -96,7 +96,8 @@ class Session:
 
     def __enter__(self) -> Self:
         with contextlib.suppress(RuntimeError):  # no event loop runs
-            self._run_in(asyncio.get_running_loop())
+            self._loop = asyncio.get_running_loop()
+            when_closed(self._loop, _leave_abandoned)
         _under_way.add(self)
         return self
 
@@ -143,8 +144,8 @@ class Session:
         nobody waits for any more, because the meeting has failed, is cancelled.
         """
         self._member.phase, self._on_asked = phase, asked
-        before = self._loop
-        self._run_in(asyncio.get_running_loop())
+        before, self._loop = self._loop, asyncio.get_running_loop()
+        when_closed(self._loop, _leave_abandoned)
         self._task, self._stopped = asyncio.current_task(), False
         mine: Contribution = {}
         try:
@@ -245,20 +246,15 @@ class Session:
         self._board.answered = time.monotonic()
 
         def deadline() -> float:
-            return 0.0 if self._abandoned else silent_at(self._member, self._board.last_answer())
+            return 0.0 if _abandoned(self) else silent_at(self._member, self._board.last_answer())
 
         try:
             return watched(lambda: run(steps, self._board), deadline)
         except GivenUpError:
             raise service_is_silent(self._member, time.monotonic()) from None
 
-    def _run_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Lets this process leave if Orbax closes the loop under its restore, from 0.12.0 on without an error there."""
-        self._loop = loop
-        when_closed(loop, _leave_abandoned)
-
     def _tick(self) -> None:
-        if self._abandoned:
+        if _abandoned(self):
             raise StopTicking
         asked = self._on_asked
         word = run(self._member.report(lambda: self._done() + self.worked, asked is not None), self._board)
@@ -273,10 +269,6 @@ class Session:
             self._loop.call_soon_threadsafe(stop_work)
             raise StopTicking
 
-    @property
-    def _abandoned(self) -> bool:
-        return self._loop is not None and self._loop.is_closed()
-
     @contextlib.contextmanager
     def _waiting(self, phase: str = "") -> Iterator[None]:
         """Passes the seconds that a meeting takes and the last process to arrive to `waited`."""
@@ -288,8 +280,14 @@ class Session:
                 self._waited(phase or self.phase, time.monotonic() - came, self._member.last)
 
 
+def _abandoned(session: Session) -> bool:
+    """Returns whether Orbax has closed the loop under a restore, which raises nothing there from 0.12.0 on."""
+    return session._loop is not None and session._loop.is_closed()
+
+
 def _leave_abandoned() -> None:
-    for session in [session for session in list(_under_way) if session._abandoned]:
+    """What a process has brought must not be taken for its next restore."""
+    for session in [session for session in list(_under_way) if _abandoned(session)]:
         _under_way.discard(session)
         session.leave(InterruptedError("the restore was interrupted"))
 
