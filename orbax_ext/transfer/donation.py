@@ -20,7 +20,7 @@ def donatable(array: jax.Array) -> jax.Array:
     parts: Sequence[jax.Array] = [shard.data for shard in array.addressable_shards]
     if not any(map(_may_be_of_numpy, parts)):
         return array
-    copies = [jax.device_put(_elsewhere(np.asarray(part)), part.sharding) for part in parts]
+    copies = [jax.device_put(elsewhere(np.asarray(part)), part.sharding) for part in parts]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, copies, dtype=array.dtype)
 
 
@@ -29,7 +29,8 @@ def _may_be_of_numpy(part: jax.Array) -> bool:
     return device.platform == "cpu" and part.size > 0 and boxes.is_aligned(part.unsafe_buffer_pointer())
 
 
-def _elsewhere(block: np.ndarray) -> np.ndarray:
+def elsewhere(block: np.ndarray) -> np.ndarray:
+    """Returns a copy of a block at an address that JAX copies from."""
     copy = boxes.unaligned_empty(block.shape, block.dtype)
     copy[...] = block
     return copy

@@ -22,6 +22,7 @@ from orbax_ext.transfer.boxes import HostBlocks, ReadItem
 from orbax_ext.transfer.carriers import Carrier, PlannedLeaves, Replicas, make_carrier
 from orbax_ext.transfer.collectives import Exchange, Op, exchange_among
 from orbax_ext.transfer.direct_reads import DirectReads, NoteThroughOrbax, Turn, at_once
+from orbax_ext.transfer.kept_reads import KeptReads, copies
 from orbax_ext.transfer.programs import begin_in_thread, run_in_thread, start_thread
 from orbax_ext.transfer.reading import Blocks
 from orbax_ext.transfer.release import release
@@ -64,6 +65,7 @@ class Executor:
         self.direct = DirectReads(handler, self._leaves, self._assembly, limit, note, memory_limit)
         self._replicas_of = functools.cache(lambda mesh, axes: Replicas(request.meshes[mesh], axes))
         self._share_bytes: dict[Group, int] = {}
+        self.kept = KeptReads()
         # Held here, because `exchange_among` keeps only those that were used last.
         self._exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
 
@@ -111,12 +113,14 @@ class Executor:
     async def read(self, group: Group, held: Mapping[int, HostBlocks] | None = None) -> list[DeviceBlocks]:
         """Reads and returns this process's contribution to an exchange, for each bundle of the group.
 
-        `held` are blocks that were read before.
+        `held` are blocks that were read before. What is read here is kept, as far as it is of use without an exchange,
+        until the first one begins.
         """
         carriers = self._carriers(group)
         items = [item for carrier in carriers for item in carrier.reads()]
         read = await reading.read_blocks(self._reader, items, held)
         self._note_through_orbax(item.index for item in items if not reading.on_host(read[item.index]))
+        self.kept.add([item for item in items if item.index not in (held or {})], read)
 
         def contributions() -> list[DeviceBlocks]:
             return reading.placed([carrier.contribution(read) for carrier in carriers])
@@ -134,6 +138,8 @@ class Executor:
         `held` are blocks that were read before. `all_read` is called when all is read: from then on it can't be given
         up.
         """
+        if kept := self.kept.take(group.leaves):
+            held = {**(held or {}), **await self._in_thread(functools.partial(copies, kept))}
         return await self.direct.read_own(group.leaves, all_read, held)
 
     async def read_direct(
@@ -165,6 +171,7 @@ class Executor:
         None stands for those of a process that has not read its share. The exchange begins before this returns, so that
         this process takes part in it also if nobody waits for the future.
         """
+        self.kept.end()
 
         def exchange() -> list[DeviceBlocks]:
             try:

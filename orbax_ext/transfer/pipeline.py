@@ -103,6 +103,7 @@ class Pipeline:
         self._compiling.give_up()
         self._exchanges.give_up()
         self._executor.direct.give_up()
+        self._executor.kept.end()
 
     @property
     def phase(self) -> str:
@@ -278,7 +279,7 @@ class Pipeline:
             self._patience = again if math.isfinite(again) else None
             return
         if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
-            self._recorder.unused(self._reads.unused)
+            self._recorder.unused(self._reads.unused - self._executor.kept.bytes)
         self._reads.shares.give_up(boundary)  # shares behind it have begun only where all hold the whole group
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()

@@ -18,6 +18,7 @@ from orbax_ext.plan import Group, Leaf, MeshInfo
 from orbax_ext.plan.planner import make_plan
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer import pipeline as pipelines
+from orbax_ext.transfer.kept_reads import KeptReads
 from orbax_ext.transfer.pipeline import Pipeline
 
 pytestmark = pytest.mark.once
@@ -40,6 +41,7 @@ class Storage:
         self.compiled = asyncio.Event()
         self.compiling = False
         self.direct = mock.Mock()
+        self.kept = KeptReads()
         self.exchanges: list[asyncio.Future[dict[int, Any]]] = []
         self.may_read_whole = asyncio.Event()
         self.may_read_whole.set()
