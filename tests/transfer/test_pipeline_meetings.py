@@ -56,7 +56,7 @@ class Storage:
     async def read(self, group: Group, held: object = None) -> list[Any]:
         return []
 
-    async def read_whole(self, group: Group, all_read: object) -> dict[int, Any]:
+    async def read_whole(self, group: Group, all_read: object, held: object = None) -> dict[int, Any]:
         await self.may_read_whole.wait()
         return {}
 
