@@ -42,7 +42,8 @@ class Options:
         `enable_s3` was given for s3://, otherwise a fifth of `stall_timeout`.
       stall_rate: Bytes per second that a connection brings at least.
       late_seconds: Seconds that the other processes wait for one that is late with its reads, or longer if they
-        needed longer themselves; then other replicas read its part. `math.inf` turns that off.
+        needed longer themselves or can read later parts meanwhile; then other replicas read its part. `math.inf` turns
+        that off.
       strict_readers: Raise a read error of one process on all of them, instead of letting other replicas read its part.
       verify: Compare digests of the restored arrays across replicas, and with those stored beside the checkpoint.
       progress: Show the progress on process 0: a bar in a terminal, otherwise a log line every few seconds.
@@ -61,7 +62,7 @@ class Options:
     timeout: float | None = None
     stall_seconds: float | None = None
     stall_rate: int = 4096
-    late_seconds: float = 1.0
+    late_seconds: float = 0.5
     strict_readers: bool = False
     verify: bool = False
     progress: bool = True

@@ -95,7 +95,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("transfer.held_blocks", "await work"): _WORK,
     ("transfer.own_reads", "done.exception()"): _ENDED,
     ("transfer.pipeline", "reads.share.exception()"): _ENDED,
-    ("transfer.pipeline", "self._reads.share.exception()"): _ENDED,
     ("transfer.read_ahead", "task.exception()"): _ENDED,
     ("transfer.boxes", "await ended"): _WORK,
     (

@@ -20,6 +20,7 @@ from orbax_ext.meeting.protocol import (
     HAND_IN_LIMIT,
     LEADER,
     MAX_NAMES,
+    MORE,
     ONLY_WAITED,
     RESTORE_ERRORS,
     TOOK,
@@ -36,7 +37,7 @@ PAUSES = (0.002, 0.25)  # seconds: first and longest pause between two looks at 
 _PAUSE_FOR_EACH = 0.5e-3  # seconds of the longest pause per process: small jobs look more often
 _PART = 0.01  # of the time that it has waited already may the next pause be
 _LATE = 1.5  # times what the others needed, after they have come, is a process late
-_SILENT = 5  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
+_SILENT = 10  # times `Limits.late` is a process late that reads nothing while the others had nothing to read
 _LOOKS = 3  # once a process has failed, the missing ones are given up after this many looks without progress
 _SILENT_LOOKS = 2  # looks without a report: then such a process is named too, as it may be dead or stopped
 
@@ -184,7 +185,10 @@ class Leader(Member):
             missing = missing_from(found, self.place.processes)
             if not missing:
                 self.last = last_of({process: own.get(CAME, 0.0) for process, own in found.items()}, before)
-                return {process: _without_stamp(own) for process, own in found.items()}
+                return {
+                    process: {key: own[key] for key in own.keys() - {CAME, TOOK, MORE}}
+                    for process, own in found.items()
+                }
             yield from self._ask_late(found)
             before = found.keys()
             failed = wire.failures_from_json(found, self.hosts, self.phase)
@@ -255,9 +259,8 @@ class Leader(Member):
     def _ask_late(self, found: Mapping[int, Contribution]) -> Generator[Action, Moment, bool]:
         """Asks those who are late to come to the next meeting without their work; returns whether they are asked.
 
-        It asks again when fewer are late: what those could not read either may be there for the others now.
-        Those are late who need much longer than the others did, or who read nothing while the others had nothing to do.
-        If more than half have not come, storage may be slow for all: they are late only if they are silent for long.
+        It asks again when fewer are late: what those could not read may be there now. Those are late who need much
+        longer than the others, or read nothing while these had nothing to do, or, if most are late, for long.
         """
         if self._came[:2] != (self.next, len(found)):
             self._came = (self.next, len(found), self.now)
@@ -269,7 +272,8 @@ class Leader(Member):
             return asked
         needed = [own[TOOK] for own in found.values() if own[TOOK]]
         most, silent = self.limits.stall / 2, _SILENT * self.limits.patience
-        usual = _LATE * statistics.median(needed) if needed else silent
+        more = statistics.median(own.get(MORE, 0.0) for own in found.values())  # nothing is lost before that
+        usual = more + (_LATE * statistics.median(needed) if needed else silent)
         if many := len(missing) > len(found):
             usual = silent = most
         # Not so long that the restore fails before anybody is asked.
@@ -344,7 +348,3 @@ def _stamped(leader: Leader, value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _longer(pause: float, waited: float, longest: float) -> float:
     """Returns the next pause. Who waits for long looks less often: it notices the end at most 1 % later."""
     return min(PAUSES[1], max(longest, _PART * waited), pause * 1.5)
-
-
-def _without_stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in payload.items() if key not in (CAME, TOOK)}

@@ -39,6 +39,7 @@ LOG_EVERY = 30.0  # seconds
 MAX_NAMES = 16  # processes that a message names
 ERROR = "restore_error"  # in a reply or an outcome: the error that all processes raise
 TOOK = "took"  # in a contribution: the seconds that its work took; all have it if late ones are not waited for
+MORE = "more"  # in a contribution: the seconds for which it has other work, which it does while it waits
 ONLY_WAITED = "only waited"  # marks the error of a process that did nothing but wait for others
 RESTORE_ERRORS = (errors.RestoreFailedError, errors.RestoreTimeoutError)  # those that all processes raise
 _MOMENT = 1.0  # seconds: a call that takes longer shows that this process or the service stood still

@@ -1,6 +1,6 @@
 """What a restore will do, worked out from plain data: no devices, no I/O, the same result on every process."""
 
-from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, Pack, Sum
+from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, LeafBatch, Pack, Sum
 from orbax_ext.plan.choose import anything_travels, choose_plan
 from orbax_ext.plan.cost import Rates
 from orbax_ext.plan.cutting import piece_shape
@@ -15,6 +15,7 @@ __all__ = [
     "Group",
     "LaneBatch",
     "Leaf",
+    "LeafBatch",
     "MeshInfo",
     "Pack",
     "Rates",

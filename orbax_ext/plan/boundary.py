@@ -63,8 +63,12 @@ def shares_ahead(most: int, replicas: int, ends: Ends) -> int:
 
     Until an exchange has ended nobody knows whether shares are needed: then all that are read are one group at most.
     """
-    one_has_ended = ends.front > 1  # the second one begins after that
-    return most if one_has_ended else min(most, replicas - 1)
+    return most if one_has_ended(ends) else min(most, replicas - 1)
+
+
+def one_has_ended(ends: Ends) -> bool:
+    """Returns whether an exchange has ended."""
+    return ends.front > 1  # the second one begins after that
 
 
 def bytes_of_groups(plan: RestorePlan, meshes: Sequence[MeshInfo], processes: int) -> list[GroupBytes]:

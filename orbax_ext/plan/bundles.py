@@ -129,6 +129,30 @@ class LaneBatch(_Operand):
 
 
 @dataclasses.dataclass(frozen=True)
+class LeafBatch(_Operand):
+    """Leaves with equal blocks of which each replica reads one whole, or none; an all-gather brings them to all."""
+
+    shares: tuple[int | None, ...]  # by replica: the leaf that it reads
+
+    reader: ClassVar[None] = None  # several replicas read
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(leaf for leaf in self.shares if leaf is not None)
+
+    def reads(self) -> Iterator[BundleRead]:
+        for replica, leaf in enumerate(self.shares):
+            if leaf is not None:
+                yield BundleRead((leaf,), replica)
+
+    def read_bytes(self, sizes: BlockBytes, replicas: int) -> np.ndarray:
+        return np.array([0 if leaf is None else sizes[leaf] for leaf in self.shares], np.int64)
+
+    def offered_bytes(self, sizes: BlockBytes, replicas: int) -> np.ndarray:
+        return np.full(replicas, sizes[self.leaves[0]])
+
+
+@dataclasses.dataclass(frozen=True)
 class Pack(_Operand):
     """Many small leaves, dealt out to the replicas whole, that travel as vectors of words.
 
@@ -177,7 +201,7 @@ class Pack(_Operand):
         return self.words * _WORD if self.summed else 0
 
 
-Bundle = Sum | ColumnSum | LaneBatch | Pack
+Bundle = Sum | ColumnSum | LaneBatch | LeafBatch | Pack
 
 
 def make_pack(shares: tuple[tuple[int, ...], ...], sizes: BlockBytes) -> Pack:

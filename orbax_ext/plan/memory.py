@@ -8,7 +8,8 @@ _MOST = 256 << 20  # more gains no bandwidth, and delays the first exchange
 _LEAST = 64 << 20  # less costs more in meetings than it saves
 _SHARE = 8  # an eighth of the state may be under way
 
-# Groups that are read beyond the next one. In spread, a process reads less of each group.
+# Groups that are read beyond the next one. In spread, a process reads less of each group, and it goes on while it waits
+# for others that are late (`ahead_bytes`).
 AHEAD = {"spread": 2, "single": 1}
 
 # Groups that are under way at a time: read ahead, travelling, being put in place. In auto two more are read directly.
@@ -31,6 +32,14 @@ def limit(options: Options, state_bytes: int, lane_batch_bytes: int, free: int) 
             _MOST, max(_LEAST, state_bytes // _SHARE, lane_batch_bytes * _GROUPS[options.strategy]), int(free * factor)
         ),
     )
+
+
+def ahead_bytes(limit: int, strategy: Strategy) -> int:
+    """Returns the bytes per device of shares that may be read while late ones are waited for: all that groups leave.
+
+    Meanwhile nothing is read directly. One group still travels, and one is being put in place.
+    """
+    return (_GROUPS[strategy] - 2) * group_bytes(limit, strategy)
 
 
 def group_bytes(limit: int, strategy: Strategy) -> int:

@@ -91,7 +91,7 @@ def make_plan(
             made = _single(chosen, math.prod(sizes.values()), options.primary_replica_id or 0, group_bytes)
         else:
             made = _spread(chosen, sizes, group_bytes)
-        groups += _groups(mesh, axes, made, with_slices, group_bytes)
+        groups += in_groups(Group(mesh, axes, tuple(made), 0), with_slices, group_bytes)
     return RestorePlan("single" if single else "spread", tuple(with_slices), tuple(groups), direct)
 
 
@@ -264,13 +264,13 @@ def _deal_in_runs(
         yield from zip(run, sorted(reader for _, reader in _deal(run, sizes, loads)), strict=True)
 
 
-def _groups(
-    mesh: int, axes: tuple[str, ...], made: Sequence[Bundle], leaves: Sequence[Leaf], group_bytes: int
-) -> list[Group]:
+def in_groups(group: Group, leaves: Sequence[Leaf], group_bytes: int) -> list[Group]:
+    """Returns groups of at most `group_bytes` bytes per device that hold the bundles of one group."""
+    made = group.bundles
     # Equal bundles were made one after the other. In this order, most groups share a program.
     sizes = {place: sum(leaves[leaf].block_bytes for leaf in bundle.leaves) for place, bundle in enumerate(made)}
     return [
-        Group(mesh, axes, tuple(made[place] for place in batch), sum(sizes[place] for place in batch))
+        Group(group.mesh, group.axes, tuple(made[place] for place in batch), sum(sizes[place] for place in batch))
         for batch in _batches(range(len(made)), sizes, group_bytes)
     ]
 

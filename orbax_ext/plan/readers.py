@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
-from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, Pack, Sum, make_pack
+from orbax_ext.plan.bundles import Bundle, ColumnSum, LaneBatch, LeafBatch, Pack, Sum
 from orbax_ext.plan.cutting import piece_shape
+from orbax_ext.plan.dealing import ShareLoads, dealt_bundles
 from orbax_ext.plan.leaves import Leaf, Slice
 from orbax_ext.plan.planner import Group
 from orbax_ext.plan.topology import MeshInfo
 
-_SMALL = 128 << 10  # bytes of a block below which a leaf is packed: an operand of its own costs more
+Kind: TypeAlias = tuple[int, tuple[str, ...]]  # a mesh and replica axes
+
 _SAME = 0.6  # rates that differ by less than this factor are taken as equal: shares are moved for more than noise
-_AHEAD = 2.0  # times that a group takes: no reader is dealt a piece that takes it longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +83,9 @@ def dealt(
 
     A replica with the rate 0 reads nothing. With `one_reader` the fastest replica reads everything.
     """
-    loads = _Loads.only(rates.index(max(rates)), len(rates)) if one_reader else _Loads(rates)
-    sizes = {index: leaves[index].block_bytes for index in missing}
-    bundles = _dealt(missing, sizes, loads)
-    return Group(group.mesh, group.axes, bundles, sum(sizes.values()))
+    loads = ShareLoads.only(rates.index(max(rates)), len(rates)) if one_reader else ShareLoads(rates)
+    size = sum(leaves[index].block_bytes for index in missing)
+    return Group(group.mesh, group.axes, dealt_bundles(missing, leaves, loads), size)
 
 
 def dealt_by_column(
@@ -101,7 +103,7 @@ def dealt_by_column(
     order = sorted(missing, key=lambda index: (-sizes[index], index))
     dealt: dict[tuple[float, ...], list[int]] = {}
     for column in dict.fromkeys(rates):
-        loads = _Loads.only(column.index(max(column)), len(column)) if one_reader else _Loads(column)
+        loads = ShareLoads.only(column.index(max(column)), len(column)) if one_reader else ShareLoads(column)
         dealt[column] = [loads.deal(sizes[index]) for index in order]
     by_leaf = zip(*(dealt[column] for column in rates), strict=True)
     bundles = tuple(ColumnSum(index, replicas) for index, replicas in zip(order, by_leaf, strict=True))
@@ -114,27 +116,37 @@ def redealt(
     meshes: Sequence[MeshInfo],
     rates: Mapping[int, float],
     one_reader: bool,
+    carried: Mapping[Kind, Sequence[int]] = types.MappingProxyType({}),
 ) -> tuple[tuple[Group, ...], tuple[Leaf, ...]]:
     """Returns groups that nobody has begun to read with shares by the rates of the processes, and the plan's leaves.
 
     The groups are those of the plan, in which all replicas read as much, or the same one reads everything. With
-    `one_reader` groups get another reader if theirs is slow.
+    `one_reader` groups get another reader if theirs is slow. A hole is filled by its group or by a later one: by the
+    first with which there are holes for all readers. `carried` are slices that fill holes of earlier groups.
     """
     work, made = list(leaves), []
-    loads: dict[tuple[int, tuple[str, ...]], _Loads] = {}
-    for group in groups:
+    last = {(group.mesh, group.axes): place for place, group in enumerate(groups)}
+    holes = {kind: [*carried.get(kind, ())] for kind in last}
+    loads: dict[Kind, ShareLoads] = {}
+    for place, group in enumerate(groups):
         kind = group.mesh, group.axes
         by_replica, by_column = replica_rates(group, meshes, rates), column_rates(group, meshes, rates)
         if not any(by_replica) and all(map(any, by_column)):  # no replica reads all of it
             dealt_again = dealt_by_column(group, group.leaves, work, by_column, one_reader)
             made.append(dataclasses.replace(group, bundles=dealt_again.bundles))
+        elif one_reader:
+            made.append(_with_reader(group, work, by_replica) if any(by_replica) else group)
         elif not any(by_replica) or not differ(by_replica):  # nobody reads it any faster
             made.append(group)
-        elif one_reader:
-            made.append(_with_reader(group, work, by_replica))
         else:
             sizes = {axis: meshes[group.mesh].sizes[axis] for axis in group.axes}
-            made.append(_redealt(group, work, sizes, loads.setdefault(kind, _Loads(by_replica))))
+            made.append(_redealt(group, work, sizes, loads.setdefault(kind, ShareLoads(by_replica)), holes[kind]))
+        if waiting := holes[kind]:
+            readers = loads.setdefault(kind, ShareLoads([max(rate, 1e-9) for rate in by_replica]))
+            if len(waiting) >= readers.able(max(work[index].block_bytes for index in waiting)) or place == last[kind]:
+                filled = (*made[-1].bundles, *dealt_bundles(waiting, work, readers))
+                made[-1] = dataclasses.replace(made[-1], bundles=filled)
+                waiting.clear()
     return tuple(made), tuple(work)
 
 
@@ -153,11 +165,11 @@ def _with_reader(group: Group, leaves: Sequence[Leaf], rates: Sequence[float]) -
 
 def read_by(replica: int, group: Group, leaves: Sequence[Leaf], replicas: int) -> Group:
     """Returns a group that one replica reads."""
-    sizes = {index: leaves[index].block_bytes for index in group.leaves}
-    return dataclasses.replace(group, bundles=_dealt(group.leaves, sizes, _Loads.only(replica, replicas)))
+    return dataclasses.replace(group, bundles=dealt_bundles(group.leaves, leaves, ShareLoads.only(replica, replicas)))
 
 
-def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: _Loads) -> Group:
+def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: ShareLoads, holes: list[int]) -> Group:
+    """Returns a group with shares by rates. Adds slices that nobody reads yet to `holes`."""
     bytes_of = {index: leaves[index].block_bytes for index in group.leaves}
     loads.grow(sum(bytes_of.values()))
     kept: list[Bundle] = []
@@ -178,11 +190,11 @@ def _redealt(group: Group, leaves: list[Leaf], sizes: Mapping[str, int], loads: 
                 work.undo()
             else:
                 kept.append(holed)
-                missing += work.missing
+                holes += work.missing
                 later += work.later
         else:
             missing += bundle.leaves
-    added = _dealt(missing, {index: leaves[index].block_bytes for index in missing}, loads)
+    added = dealt_bundles(missing, leaves, loads)
     return dataclasses.replace(group, bundles=(*kept, *added), later=tuple(later))
 
 
@@ -215,6 +227,10 @@ class _Work:
             self._drop(
                 [leaf for replica, share in enumerate(bundle.shares) if replica in self._absent for leaf in share]
             )
+            return bundle
+        if isinstance(bundle, LeafBatch):
+            shares = (bundle.shares[replica] for replica in sorted(self._absent))
+            self._drop([leaf for leaf in shares if leaf is not None])
             return bundle
         return self._without_lanes(bundle)
 
@@ -279,66 +295,3 @@ def _cut(leaf: Leaf, rows: Slice, sizes: Mapping[str, int]) -> list[Leaf]:
         parts = next(count for count in counts if rows.size // chunk % count == 0)
     size = rows.size // parts
     return [leaf.sliced(dataclasses.replace(rows, start=rows.start + part * size, size=size)) for part in range(parts)]
-
-
-class _Loads:
-    """How long each replica will have read, in the order in which leaves are dealt."""
-
-    def __init__(self, rates: Sequence[float]) -> None:
-        self.rates = tuple(rates)
-        self._seconds = [0.0] * len(self.rates)
-        self._target = 0.0
-        self._longest = math.inf
-
-    @classmethod
-    def only(cls, reader: int, replicas: int) -> _Loads:
-        """Returns the loads where one replica reads everything."""
-        return cls([float(replica == reader) for replica in range(replicas)])
-
-    def grow(self, size: int) -> None:
-        """Takes note that so many bytes are dealt next."""
-        self._target += size / sum(self.rates)
-        self._longest = _AHEAD * size / sum(self.rates)
-
-    def overloaded(self, piece: int) -> frozenset[int]:
-        """Deals one piece to each replica; returns those for which that is too much."""
-        slack = len(self.rates) * piece / sum(self.rates) / 2
-        over = set()
-        for replica, rate in enumerate(self.rates):
-            seconds = piece / rate if rate else math.inf
-            if seconds > self._longest or self._seconds[replica] + seconds > self._target + slack:
-                over.add(replica)
-            else:
-                self._seconds[replica] += seconds
-        return frozenset(over)
-
-    def give_back(self, piece: int, absent: Collection[int]) -> None:
-        """Undoes `overloaded`, which returned `absent`."""
-        for replica, rate in enumerate(self.rates):
-            if replica not in absent:
-                self._seconds[replica] -= piece / rate
-
-    def deal(self, size: int) -> int:
-        """Returns the replica that would have read so many bytes more first."""
-
-        def ends(replica: int) -> tuple[bool, float, int]:
-            seconds = size / self.rates[replica]
-            return seconds > self._longest, self._seconds[replica] + seconds, replica
-
-        reader = min((replica for replica, rate in enumerate(self.rates) if rate), key=ends)
-        self._seconds[reader] += size / self.rates[reader]
-        return reader
-
-
-def _dealt(missing: Sequence[int], sizes: Mapping[int, int], loads: _Loads) -> tuple[Bundle, ...]:
-    bundles: list[Bundle] = []
-    shares: list[list[int]] = [[] for _ in loads.rates]
-    for index in sorted(missing, key=lambda index: (-sizes[index], index)):
-        reader = loads.deal(sizes[index])
-        if sizes[index] >= _SMALL:
-            bundles.append(Sum(index, reader))
-        else:
-            shares[reader].append(index)
-    if any(shares):
-        bundles.append(make_pack(tuple(map(tuple, shares)), sizes))
-    return tuple(bundles)

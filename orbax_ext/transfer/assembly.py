@@ -61,8 +61,7 @@ class Assembly:
             if index not in missing:  # it has come before: others did not have it then
                 continue
             assembler = self._assembler(index)
-            whole = self._begun.pop(rows.leaf, None)
-            whole = assembler.place(assembler.begin() if whole is None else whole, rows, blocks)
+            whole = assembler.place(self._begun.pop(rows.leaf, None), rows, blocks)
             missing.remove(index)
             if missing:
                 self._begun[rows.leaf] = whole

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_ext import mesh as mesh_lib
-from orbax_ext.plan import Bundle, ColumnSum, LaneBatch, Leaf, Pack, Sum, piece_shape
+from orbax_ext.plan import Bundle, ColumnSum, LaneBatch, Leaf, LeafBatch, Pack, Sum, piece_shape
 from orbax_ext.request import LeafRequest, Request
 from orbax_ext.transfer import packing, programs
 from orbax_ext.transfer.blocks import Block, DeviceBlocks
@@ -248,6 +248,34 @@ class LaneCarrier(Carrier):
         return mesh_lib.split_sharding(self._leaves.request(leaf).sharding, lane_mesh, self._bundle.splits)
 
 
+class LeafBatchCarrier(Carrier):
+    """Equal leaves of which each replica reads one or none."""
+
+    def __init__(self, bundle: LeafBatch, leaves: PlannedLeaves, replicas: Replicas) -> None:
+        super().__init__(leaves, replicas)
+        self._bundle = bundle
+
+    @property
+    def op(self) -> GatherOp:
+        block = self._leaves.block(self._bundle.leaves[0])
+        return GatherOp(block, block.shape, (len(self._bundle.shares),), (None,))
+
+    def items(self) -> list[ReadItem]:
+        shares = enumerate(self._bundle.shares)
+        return self._shares({replica: (leaf,) for replica, leaf in shares if leaf is not None})
+
+    def contribution(self, read: Mapping[int, Blocks]) -> Blocks:
+        operand = self.op.operand
+        blocks = {device: block for leaf in self._bundle.leaves for device, block in read.get(leaf, {}).items()}
+        for device in self._replicas.of_device.keys() - blocks.keys():
+            blocks[device] = aligned_empty(operand.carried_shape, operand.carried_dtype)
+        return blocks
+
+    def received(self, outputs: Iterator[DeviceBlocks]) -> dict[int, DeviceBlocks]:
+        arrived = [(leaf, next(outputs)) for leaf in self._bundle.shares]
+        return {leaf: blocks for leaf, blocks in arrived if leaf is not None}
+
+
 class PackCarrier(Carrier):
     """Many small leaves in one vector."""
 
@@ -280,7 +308,13 @@ class PackCarrier(Carrier):
         return packing.unpack(self._bundle, next(outputs), blocks, self._leaves.leaves)
 
 
-_CARRIERS = {Sum: SumCarrier, ColumnSum: ColumnSumCarrier, LaneBatch: LaneCarrier, Pack: PackCarrier}
+_CARRIERS = {
+    Sum: SumCarrier,
+    ColumnSum: ColumnSumCarrier,
+    LaneBatch: LaneCarrier,
+    LeafBatch: LeafBatchCarrier,
+    Pack: PackCarrier,
+}
 
 
 def make_carrier(bundle: Bundle, leaves: PlannedLeaves, replicas: Replicas) -> Carrier:

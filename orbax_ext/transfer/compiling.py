@@ -28,6 +28,7 @@ class Compiling:
         self._course = course
         self._recorder = recorder
         self._all: asyncio.Future[None] | None = None
+        self._take_over: asyncio.Future[None] | None = None
         self._changed: dict[int, asyncio.Future[None]] = {}  # by number of the group
         self._one_at_a_time = asyncio.Lock()
         self._needed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,6 +75,14 @@ class Compiling:
             abandon(before)
         self._changed[number] = asyncio.ensure_future(self._compile(number))
 
+    def of_take_over(self, executor: Executor, groups: Sequence[Group]) -> None:
+        """Compiles groups that travel if others read in place of a late process, once: nothing else needs the cores.
+
+        They hold slices that the plan of the restore does not have: `executor` knows them.
+        """
+        if self._take_over is None:
+            self._take_over = asyncio.ensure_future(executor.compile(groups))
+
     def of(self, number: int) -> list[asyncio.Future[None]]:
         """Returns what has to end before a group can travel."""
         return [task for task in (self._all, self._changed.get(number)) if task is not None]
@@ -81,7 +90,7 @@ class Compiling:
     def give_up(self) -> None:
         if self._look is not None:
             self._look.cancel()
-        for task in (self._all, *self._changed.values()):
+        for task in (self._all, self._take_over, *self._changed.values()):
             if task is not None:
                 abandon(task)
 

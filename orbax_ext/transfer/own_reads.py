@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from orbax_ext.storage import counters
@@ -17,7 +17,7 @@ _LONG_ENOUGH = 1.0  # seconds of reading; what takes less is not worth dealing a
 _PROBE_EVERY = 2.0  # seconds between two reads that nobody needs
 
 
-class OwnReads(ReadAhead[list[DeviceBlocks]]):
+class OwnReads(ReadAhead[list[DeviceBlocks] | None]):
     """Reads the shares of this process, and knows whether it is stuck.
 
     A process that is stuck gets no shares to read. So that it notices when storage answers again, it reads one share
@@ -38,7 +38,7 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
         """Bytes per second, with two digits; 0 for a process that is stuck, None if it has not read yet."""
         if self.stuck:
             return 0.0
-        return float(f"{self._rate.latest:.2g}") if self._rate.seconds > 0 else None
+        return float(f"{self._rate.usual:.2g}") if self._rate.seconds > 0 else None
 
     @property
     def long(self) -> bool:
@@ -50,14 +50,18 @@ class OwnReads(ReadAhead[list[DeviceBlocks]]):
         self.stuck = False
         self._rate.add(counters.bytes_read() - self._bytes_before, self._busy.seconds)
 
-    def drop_stuck(self, number: int) -> None:
-        """Leaves a group to others. Its reading goes on, to show when storage answers again."""
-        self.stuck = True
-        task = self.drop(number)
-        if task.done() or self._probing:
-            abandon(task)
-        else:
-            self._watch(task)
+    def leave(self, numbers: Sequence[int], *, stuck: bool) -> None:
+        """Leaves groups to others; None stands for what was read of them.
+
+        If this process is `stuck`, the first of these reads goes on, to show when storage answers again.
+        """
+        self.stuck = self.stuck or stuck
+        for number in numbers:
+            task = self.replace(number, None)
+            if task.done() or not stuck or self._probing:
+                abandon(task)
+            else:
+                self._watch(task)
 
     def probe(self, read: Coroutine[Any, Any, Any]) -> bool:
         """Reads something that nobody waits for, to measure the rate. Returns False if it has done so just now."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any, Self
 import jax
 from orbax.checkpoint import type_handlers
 
-from orbax_ext.meeting.protocol import TOOK
+from orbax_ext.meeting.protocol import MORE, TOOK
 from orbax_ext.options import Options
 from orbax_ext.plan import RestorePlan
 from orbax_ext.plan.boundary import (
@@ -24,6 +26,7 @@ from orbax_ext.plan.boundary import (
     seconds_direct,
 )
 from orbax_ext.plan.course import Course, Share
+from orbax_ext.plan.memory import ahead_bytes
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.request import Request
 from orbax_ext.transfer.compiling import Compiling
@@ -34,6 +37,7 @@ from orbax_ext.transfer.rates import LinkRates
 from orbax_ext.transfer.read_ahead import succeeded
 from orbax_ext.transfer.reads import Reads
 from orbax_ext.transfer.take_overs import TakeOvers
+from orbax_ext.transfer.waiting import Waiting
 
 _MOSTLY = 0.5  # if the fabric is busy for less of the time, exchanges wait for reads
 
@@ -79,6 +83,7 @@ class Pipeline:
             recorder,
             self._rates,
             boundary_moves=self.boundary_moves,
+            room=ahead_bytes(memory_limit or 0, options.strategy) if plan.strategy == "spread" else 0,
             reason=self._take_overs.reason,
             held=self._held,
             arrived=self._arrived,
@@ -93,12 +98,17 @@ class Pipeline:
         self._exchanges = Exchanges(
             self._executor, recorder, self._rates, begun=self._begin_more_reads, arrived=self._arrived
         )
+        executor = functools.partial(Executor, handler, request, limit=options.stall_timeout)
+        self._waiting = Waiting(
+            self.course, self._reads, self._exchanges, self._compiling, executor, request.mesh_infos
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
         self._take_overs.explain(error)
+        self._waiting.end()
         self._reads.give_up()
         self._compiling.give_up()
         self._exchanges.give_up()
@@ -178,21 +188,26 @@ class Pipeline:
         late = not reads.share.done()
         error = None if late else reads.share.exception()
         failed = self._take_overs.failure(error)
-        share = Share(reads.upto, shares.rate, late=late, failed=failed, long=shares.long)
+        upto = reads.upto
+        lacks = reads.further.lacking(upto) if late else ()
+        begun = max(shares.begun, self._held.groups)
+        share = Share(upto, shares.rate, late=late, failed=failed, lacks=lacks, long=shares.long, begun=begun)
         took = shares.took.get(self.course.ends.front, 0.0)
-        told = {TOOK: round(took, 3), **share.to_json()}
+        told = {TOOK: round(took, 3), MORE: reads.further.seconds, **share.to_json()}
+        if not late:
+            self._waiting.begin()
         if not self.boundary_moves:
             return told
         self._read_at_meeting = reads.so_far
         progress = Progress(
-            begun=max(shares.begun, self._held.groups),
+            begun=begun,
             direct=reads.back.done,
             ready=all(task.done() for task in self._prepared),
             idle=reads.idle,
             waiting=time.monotonic() - self._began,
             storage=self._rates.storage,
             fabric=self._rates.fabric,
-            unused=reads.unused,
+            unused=reads.unused(self.course.ends.front),
             held=self._held.whole_groups,
         )
         return {**told, **progress.to_json()}
@@ -202,11 +217,11 @@ class Pipeline:
 
         Returns whether the next exchange begins.
         """
+        self._waiting.end()
         shares = {process: Share.from_json(one) for process, one in told.items()}
         if not self.course.groups_left:
             self._agree_on_the_rest(shares, hosts)
             return False
-        front = self.course.ends.front
         progress = {process: Progress.from_json(one) for process, one in told.items()} if self.boundary_moves else {}
         ready = all(one.ready for process, one in progress.items() if shares[process].ready)
         if ready and not all(share.ready for share in shares.values()):
@@ -214,8 +229,10 @@ class Pipeline:
             if added is None:
                 return False
             self._changed(added, added=True)
-            if not self._reads.share.done() or self._reads.share.exception() is not None:
-                self._reads.shares.drop_stuck(front)
+            self._reads.further.leave_to_others()
+        if ready and (slow := self.course.leave_slow(shares)):
+            self._changed(slow, added=True)
+            self._reads.further.leave_to_others()
         self._take_overs.alone = frozenset()
         self._patience = None
         self._changed(self.course.deal(shares))
@@ -261,7 +278,7 @@ class Pipeline:
         for number in sorted(numbers, key=self.course.order.index):
             self._compiling.again(number)
             if added and self.boundary_moves:
-                plan = self.course.only(number)
+                plan = dataclasses.replace(self.course.plan, groups=(self.course.plan.groups[number],))
                 (counted,) = bytes_of_groups(plan, self._request.mesh_infos, jax.process_count())
                 self._bytes.insert(self.course.order.index(number), counted)
         self._note_plan()
@@ -278,9 +295,11 @@ class Pipeline:
                     again = 0.1 + 2 * max(one.waiting for one in progress)
             self._patience = again if math.isfinite(again) else None
             return
-        if boundary == ends.front:  # nothing travels any more: what was read for exchanges is not needed
-            self._recorder.unused(self._reads.unused - self._executor.kept.bytes)
-        self._reads.shares.give_up(boundary)  # shares behind it have begun only where all hold the whole group
+        shares = self._reads.shares
+        if shares.begun > boundary:  # nothing travels any more, it has read more at the meeting, or all hold the group
+            kept = self._executor.kept.bytes if boundary == ends.front else 0
+            self._recorder.unused(self._reads.unused(boundary) - kept)
+            shares.give_up(boundary)
         self._reads.back.begin(self.course.move_boundary(boundary))
         self._note_plan()
 

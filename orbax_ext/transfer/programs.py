@@ -83,27 +83,32 @@ class Assembler:
             return decode(blocks, whole)
 
         with mesh_lib.scope(self._mesh):
-            self._begin = self._on_each(begin).lower().compile()
             words = tuple(self._abstract(one.shape, one.dtype) for one in jax.eval_shape(self._on_each(begin)))
             pieces = self._abstract(self._global_shape(piece.shape), piece.dtype)
             starts = self._abstract((len(devices),), _START)
-            self._place = self._on_each(place, donate=0).lower(words, pieces, starts).compile()
+            self._is_whole = piece.shape == whole.shape
+            if self._is_whole:
+                self._words_of = None if as_it_is else self._on_each(words_of).lower(pieces).compile()
+            else:
+                self._begin = self._on_each(begin).lower().compile()
+                self._place = self._on_each(place, donate=0).lower(words, pieces, starts).compile()
             # Nothing is donated: XLA would convert in place by converting elsewhere and copying back.
             self._finish = None if as_it_is else self._on_each(finish).lower(words).compile()
 
-    def begin(self) -> Words:
-        """Returns whole blocks with nothing in them yet."""
-        with mesh_lib.scope(self._mesh):
-            return self._begin()
+    def place(self, blocks: Words | None, where: Slice, pieces: DeviceBlocks) -> Words:
+        """Returns the blocks with a slice written into them; `blocks` is used up.
 
-    def place(self, blocks: Words, where: Slice, pieces: DeviceBlocks) -> Words:
-        """Returns the blocks with a slice written into them; `blocks` is used up."""
-        starts = np.full(self._mesh.size, where.start, _START)
+        None stands for blocks with nothing in them yet. A piece that is the whole block, with holes, comes first.
+        """
         ordered = [pieces[device] for device in self._mesh.devices]
         shape = self._global_shape(ordered[0].shape)
         with mesh_lib.scope(self._mesh):
             joined = jax.make_array_from_single_device_arrays(shape, self._sharding, ordered)
-            return self._place(blocks, joined, jax.device_put(starts, self._sharding))
+            if self._is_whole:
+                assert blocks is None
+                return (joined,) if self._words_of is None else self._words_of(joined)
+            starts = jax.device_put(np.full(self._mesh.size, where.start, _START), self._sharding)
+            return self._place(self._begin() if blocks is None else blocks, joined, starts)
 
     def finish(self, blocks: Words) -> DeviceBlocks:
         """Returns the blocks in their own dtype; they may be the same memory as `blocks`."""

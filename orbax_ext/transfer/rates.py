@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -73,6 +74,16 @@ class LatestRate:
         """The amount per second; 0 before the first measurement."""
         (before, since, _), (amount, seconds, _) = self._seen[0], self._seen[-1]
         return (amount - before) / max(seconds - since, 1e-6)
+
+    @property
+    def usual(self) -> float:
+        """The same without the measurement that took longest, if there are some: one stop says nothing."""
+        if len(self._seen) < _FEW:
+            return self.latest
+        measured = sorted(
+            (seconds - since, amount - was) for (was, since, _), (amount, seconds, _) in itertools.pairwise(self._seen)
+        )[:-1]
+        return sum(amount for _, amount in measured) / max(sum(seconds for seconds, _ in measured), 1e-6)
 
 
 class LinkRates:

@@ -71,14 +71,20 @@ class ReadAhead(Generic[R]):
         """Raises the error of a read that has failed, if there is one."""
         _raise_errors(self._tasks.values())
 
-    def drop(self, number: int) -> asyncio.Future[R]:
-        """Returns the reading of a group that nobody waits for any more; it goes on unless it is cancelled."""
-        task = self._tasks.pop(number)
+    def replace(self, number: int, result: R) -> asyncio.Future[R]:
+        """Returns the reading of a group that nobody waits for any more, and puts a result in its place.
+
+        The reading goes on unless it is cancelled.
+        """
+        task = self._tasks[number]
+        self._tasks[number] = asyncio.get_running_loop().create_future()
+        self._tasks[number].set_result(result)
         self._go_on()
         return task
 
     def give_up(self, number: int) -> None:
         """Drops what was read of a group and those after it."""
+        self.groups_done = [group for group in self.groups_done if group < number]
         for later in [group for group in self._tasks if group >= number]:
             abandon(self._tasks.pop(later))
         self.begun = min(self.begun, number)

@@ -16,6 +16,7 @@ from orbax_ext.plan.memory import AHEAD
 from orbax_ext.report.recorder import Recorder
 from orbax_ext.transfer.blocks import DeviceBlocks
 from orbax_ext.transfer.executor import Executor
+from orbax_ext.transfer.further_reads import FurtherReads
 from orbax_ext.transfer.held_blocks import HeldBlocks
 from orbax_ext.transfer.own_reads import OwnReads
 from orbax_ext.transfer.rates import LinkRates
@@ -33,13 +34,15 @@ class Reads:
         rates: LinkRates,
         *,
         boundary_moves: bool,
+        room: int,
         reason: Callable[[int], str],
         held: HeldBlocks,
         arrived: Callable[[Mapping[int, jax.Array]], None],
     ) -> None:
         """Makes reads that have not begun.
 
-        `boundary_moves`: groups may be read directly after all. `rates` takes note of what is read, `reason` says why
+        `boundary_moves`: groups may be read directly after all. `room`: bytes per device for shares that are read
+        while others are late; 0: no more than otherwise. `rates` takes note of what is read, `reason` says why
         a group is read, where that is unusual, `held` is what was read before, and `arrived` is called with arrays that
         are complete.
         """
@@ -49,6 +52,7 @@ class Reads:
         self._executor = executor
         self._course = course
         self._boundary_moves = boundary_moves
+        self.further = FurtherReads(executor, course, self.shares, room, boundary_moves=boundary_moves)
         self._recorder = recorder
         self._rates = rates
         self._reason = reason
@@ -58,7 +62,7 @@ class Reads:
         self._late = 0  # for how many they do not want to wait
 
     @property
-    def share(self) -> asyncio.Future[list[DeviceBlocks]]:
+    def share(self) -> asyncio.Future[list[DeviceBlocks] | None]:
         """The reading of this process's share of the group at the front."""
         return self.shares.task(self._course.ends.front)
 
@@ -76,8 +80,8 @@ class Reads:
 
     @property
     def upto(self) -> int:
-        """The place before which this process has read shares, or may begin to."""
-        return max(self.shares.upto, self._held.groups)
+        """The place before which this process has read shares, or may begin to before the next meeting is over."""
+        return max(self.shares.upto, self._held.groups, self.further.end())
 
     @property
     def so_far(self) -> tuple[int, int, bool]:
@@ -89,10 +93,9 @@ class Reads:
         """Whether all is read that may be read."""
         return self.shares.idle and self.back.idle and _has_ended(self.direct)
 
-    @property
-    def unused(self) -> int:
-        """The bytes of shares that were read in this restore and do not travel yet."""
-        places = [place for place in self.shares.groups_done if place >= self._course.ends.front]
+    def unused(self, first: int) -> int:
+        """Returns the bytes of shares that were read in this restore, of groups from a place on that do not travel."""
+        places = [place for place in self.shares.groups_done if place >= first]
         return sum(self._executor.share_bytes(self._course.group(place)) for place in self._held.others(places))
 
     def begin(self, waiting: int = 0) -> None:
@@ -104,6 +107,8 @@ class Reads:
         if self._boundary_moves:
             ahead = shares_ahead(ahead, self._course.replicas, ends)
         self.shares.begin(ends.front + 1 + max(0, ahead - waiting), ends.back)
+        if self.further.wanted:
+            self.shares.begin(self.further.end(waiting), ends.back)
         self.begin_direct()
 
     def begin_direct(self) -> None:

@@ -57,13 +57,15 @@ class TakeOvers:
         Returns None if those can't read it who have neither failed nor are late. Raises `RestoreFailedError` if all
         have failed, or if two have found that the data can't be read.
         """
-        number = self._course.order[self._course.ends.front]
-        return self._take_over([number], self._course.take_over, shares, hosts, phase)
+        late_for = self._course.late_for(shares)
+        front = self._course.order[self._course.ends.front]
+        return self._take_over([front], self._course.take_over, shares, hosts, phase, late_for)
 
     def of_direct(self, shares: Mapping[int, Share], hosts: Mapping[int, str], phase: str) -> list[int] | None:
         """Does the same for groups that processes should have read directly."""
         numbers = sorted({number for share in shares.values() for number in share.lacks})
-        return self._take_over(numbers, self._course.take_over_direct, shares, hosts, phase)
+        late_for = {n: {process for process, share in shares.items() if n in share.lacks} for n in numbers}
+        return self._take_over(numbers, self._course.take_over_direct, shares, hosts, phase, late_for)
 
     def _take_over(
         self,
@@ -72,6 +74,7 @@ class TakeOvers:
         shares: Mapping[int, Share],
         hosts: Mapping[int, str],
         phase: str,
+        late_for: Mapping[int, Collection[int]],
     ) -> list[int] | None:
         late = {process: share for process, share in shares.items() if not share.ready}
         failed = {
@@ -100,9 +103,10 @@ class TakeOvers:
             return None
         for process, share in late.items():
             why = share.failed["error"] if share.failed is not None else "late"
-            for number in share.lacks or numbers:
+            lacks = [number for number, processes in late_for.items() if process in processes]
+            for number in lacks:
                 self._recorder.took_over(TakeOver(number, process, hosts[process], why))
-            what = text.listing([str(number + 1) for number in share.lacks or numbers])
+            what = text.listing([str(number + 1) for number in lacks])
             logging.warning(
                 "orbax_ext: the other replicas read group %s in place of %s: %s",
                 what,

@@ -19,7 +19,7 @@ from orbax_ext.meeting import board as board_lib
 from orbax_ext.meeting import driver, threads
 from orbax_ext.meeting import session as session_lib
 from orbax_ext.meeting.board import Board, LocalClient
-from orbax_ext.meeting.protocol import ERROR, TOOK
+from orbax_ext.meeting.protocol import ERROR, MORE, TOOK
 from orbax_ext.meeting.session import Limits, Session, gather
 from orbax_ext.meeting.threads import in_thread
 from orbax_ext.meeting.wire import restore_error_to_json
@@ -244,6 +244,23 @@ def test_late_processes_are_asked_again_when_fewer_are_late() -> None:
     assert on_processes(4, run) == [None] * 4
     assert set(asked[2]) == {2}
     assert asked[1][-1] == 1
+
+
+def test_nobody_is_late_while_the_others_have_other_work() -> None:
+    client = SharedClient()
+    asked: list[int] = []
+
+    def run(process: int) -> None:
+        async def meet() -> None:
+            read = asyncio.sleep(1.0 if process == 3 else 0)
+            await session.together_telling("read", read, lambda: {TOOK: 0.01, MORE: 30.0}, asked.append)
+
+        with Session(client, process, 4, "restore", Limits(stall=60.0, late=0.1)) as session:
+            session.arrive({})
+            asyncio.run(meet())
+
+    assert on_processes(4, run) == [None] * 4
+    assert not asked
 
 
 def test_an_absence_counts_only_in_the_attempt_in_which_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from orbax_ext.options import Options
-from orbax_ext.plan import ColumnSum, LaneBatch, Leaf, MeshInfo, Pack, RestorePlan, Sum, traffic_by_group, volumes
+from orbax_ext.plan import (
+    ColumnSum,
+    LaneBatch,
+    Leaf,
+    LeafBatch,
+    MeshInfo,
+    Pack,
+    RestorePlan,
+    Sum,
+    traffic_by_group,
+    volumes,
+)
 from orbax_ext.plan.forecast import described, notation
 from orbax_ext.plan.planner import make_plan
 
@@ -109,7 +120,7 @@ def reads(plan: RestorePlan, mesh: MeshInfo, at: dict[str, Any]) -> list[tuple[i
                     cuts[dim].append(axis)
                 found.append((bundle.leaves[lane], cuts))
                 continue
-            assert not isinstance(bundle, ColumnSum)  # no plan starts with one
+            assert not isinstance(bundle, ColumnSum | LeafBatch)  # no plan starts with one
             shares = {bundle.reader: bundle.leaves} if isinstance(bundle, Sum) else dict(enumerate(bundle.shares))
             found += [(leaf, [list(axes) for axes in plan.leaves[leaf].spec]) for leaf in shares.get(replica, ())]
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_ext.plan import MeshInfo
-from orbax_ext.plan.boundary import Ends
-from orbax_ext.plan.course import Course, Share
+from orbax_ext.plan import Group, LeafBatch, MeshInfo
+from orbax_ext.plan.course import Course, Share, if_late
 from tests.support.arriving import Arriving
 from tests.support.courses import LEAVES, MESH, WIDE, make_course, readers_by_column
 
@@ -32,12 +32,15 @@ def test_everything_arrives_whoever_is_late(mesh: MeshInfo, strategy: str, data:
         shares = {}
         for process in range(4):
             trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if meetings < TROUBLED_MEETINGS else ""
+            upto = min(courses[0].ends.front + data.draw(st.integers(1, 6)), courses[0].ends.back)
             shares[process] = Share(
-                min(courses[0].ends.front + data.draw(st.integers(1, 3)), courses[0].ends.back),
+                upto,
                 data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7])),
                 late=trouble == "late",
                 failed={"error": "OSError"} if trouble == "failed" else None,
+                lacks=draw_lacking(data, courses[0], upto) if trouble == "late" else (),
                 long=data.draw(st.booleans()),
+                begun=data.draw(st.integers(courses[0].ends.front + 1, upto)),
             )
         told = [Share.from_json(share.to_json()) for share in shares.values()]
         assert told == [*shares.values()]
@@ -51,6 +54,8 @@ def test_everything_arrives_whoever_is_late(mesh: MeshInfo, strategy: str, data:
                 continue
             for number in added[0]:
                 assert not set().union(*readers_by_column(courses[0].plan.groups[number], mesh)) & late
+        added = [course.leave_slow(shares) for course in courses]
+        assert added[0] == added[1]
         for course in courses:
             begun = max(share.upto for share in shares.values())
             before = [course.group(place) for place in range(course.ends.front, min(begun, course.ends.back))]
@@ -78,6 +83,7 @@ def decide(course: Course, shares: dict[int, Share], boundary: int) -> tuple[lis
         return None if lacking and course.take_over_direct(shares) is None else ([], None)
     if not all(share.ready for share in shares.values()) and course.take_over(shares) is None:
         return None
+    course.leave_slow(shares)
     course.deal(shares)
     moved = [] if course.catching_up else course.move_boundary(boundary)
     ends = course.ends
@@ -100,7 +106,7 @@ def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_o
         meetings += 1
         assert meetings <= TROUBLED_MEETINGS + len(courses[0].order) + 1
         ends, groups_left = courses[0].ends, courses[0].groups_left
-        shares = draw_shares(data, ends, sorted(back), troubled=meetings < TROUBLED_MEETINGS)
+        shares = draw_shares(data, courses[0], sorted(back), troubled=meetings < TROUBLED_MEETINGS)
         untouched = max(share.upto for share in shares.values())
         boundary = data.draw(st.sampled_from([ends.back, (untouched + ends.back) // 2, untouched, ends.front]))
         received = {process: Share.from_json(shares[process].to_json()) for process in (3, 1, 0, 2)}
@@ -126,17 +132,26 @@ def test_two_processes_divide_a_restore_in_the_same_way_and_everything_arrives_o
         assert block.all(), f"{courses[0].plan.leaves[index]} has holes"
 
 
-def draw_shares(data: st.DataObject, ends: Ends, back: Sequence[int], *, troubled: bool) -> dict[int, Share]:
+def draw_lacking(data: st.DataObject, course: Course, upto: int) -> tuple[int, ...]:
+    """Returns what a late process may lack: the next group, and others that it may have begun to read."""
+    first, *others = course.order[course.ends.front : upto]
+    return (first, *(number for number in others if data.draw(st.booleans())))
+
+
+def draw_shares(data: st.DataObject, course: Course, back: Sequence[int], *, troubled: bool) -> dict[int, Share]:
     """Returns what four processes may tell, where `back` are the groups that they read directly."""
-    shares = {}
+    shares, ends = {}, course.ends
     for process in range(4):
         trouble = data.draw(st.sampled_from(["", "", "", "late", "failed"])) if troubled else ""
         rate = data.draw(st.sampled_from([None, 0.0, 1e6, 1e7, 1.2e7]))
         failed = {"error": "OSError"} if trouble == "failed" else None
         long = data.draw(st.booleans())
         if ends.front < ends.back:
-            upto = min(ends.front + data.draw(st.integers(1, 3)), ends.back)
-            shares[process] = Share(upto, rate, late=trouble == "late", failed=failed, long=long)
+            upto = min(ends.front + data.draw(st.integers(1, 6)), ends.back)
+            lacks = draw_lacking(data, course, upto) if trouble == "late" else ()
+            begun = data.draw(st.integers(ends.front + 1, upto))
+            late = trouble == "late"
+            shares[process] = Share(upto, rate, late=late, failed=failed, lacks=lacks, long=long, begun=begun)
         else:
             lacks = tuple(sorted(data.draw(st.sets(st.sampled_from(back), min_size=1)))) if trouble else ()
             late = trouble == "late"
@@ -159,6 +174,85 @@ def test_a_host_that_recovers_gets_its_shares_back() -> None:
     assert course.plan.groups is slow  # the same, but for noise
     deal(1e8, 1e8, 1e8, 1e8)
     assert course.plan.groups == planned
+
+
+def test_who_is_late_leaves_all_that_the_others_may_read_meanwhile() -> None:
+    course = make_course("spread")
+    lacks = (0, 2, 3)  # it has read group 1
+    shares = {process: Share(4, 1e7, late=process == 2, lacks=lacks if process == 2 else ()) for process in range(4)}
+    assert course.late_for(shares) == {0: {2}, 2: {2}, 3: {2}}
+    added = course.take_over(shares)
+    assert added
+    assert [number for number in course.order if number >= len(make_course("spread").plan.groups)] == course.order[
+        4 : 4 + len(added)
+    ]
+    for place in (0, 2, 3):
+        assert 2 not in readers_of(course.group(place))
+    assert 2 in readers_of(course.group(1))
+    assert course.take_over({process: Share(4, 1e7, late=process == 2) for process in range(4)}) == []  # it has come
+
+
+@pytest.mark.parametrize("strategy", ["spread", "single"])
+def test_what_would_travel_without_a_process_can_be_compiled_before(strategy: str) -> None:
+    course = make_course(strategy)
+    imagined = if_late(course, [MESH])
+    assert course.plan == make_course(strategy).plan
+    front = course.order[course.ends.front]
+    last = course.order[min(course.ends.front + 16, course.ends.back) - 1]
+    lacks = tuple(range(front, last + 1))
+    shares = {process: Share(last + 1, late=process == 3, lacks=lacks if process == 3 else ()) for process in range(4)}
+    added = course.take_over(shares)
+    assert added is not None
+    assert list(imagined.groups) == [course.plan.groups[number] for number in (front, *added)]
+
+
+def test_who_is_very_slow_leaves_what_it_has_not_begun() -> None:
+    course = make_course("spread")
+    planned = len(course.plan.groups)
+
+    def shares(rate: float) -> dict[int, Share]:
+        return {p: Share(4, rate if p == 1 else 1e8, long=True, begun=3 if p == 1 else 4) for p in range(4)}
+
+    assert course.leave_slow(shares(0.5e8)) == []  # it is dealt less of later groups
+    added = course.leave_slow(shares(1e6))
+    assert added
+    course.deal(shares(1e6))
+    readers = [1 in readers_of(course.group(place)) for place in range(4)]
+    assert readers == [True, True, True, False]
+    assert all(number >= planned for number in course.order[4 : 4 + len(added)])
+    assert course.leave_slow(shares(1e6)) == []  # once
+
+
+def test_what_fills_holes_is_gathered_where_that_moves_less() -> None:
+    course = make_course("spread")
+    course.deal({process: Share(1, 1e5 if process == 3 else 1e8, long=True) for process in range(4)})
+    filled = [bundle for group in course.plan.groups for bundle in group.bundles if isinstance(bundle, LeafBatch)]
+    assert filled
+    for bundle in filled:
+        assert bundle.shares[3] is None
+        assert len(bundle.leaves) == 3
+    assert course.catching_up  # the boundary would part holes from what fills them
+
+
+def test_what_fills_earlier_holes_is_kept_when_groups_are_dealt_once_more() -> None:
+    course, arriving = make_course("spread"), Arriving(MESH)
+    meetings = 0
+    while course.groups_left:
+        rate = (1e8, 1e5)[meetings // 2 % 2]
+        course.deal({p: Share(course.ends.front + 1, rate if p == 3 else 1e8, long=True) for p in range(4)})
+        arriving.exchange(course.group(course.ends.front), course.plan.leaves)
+        course.next()
+        meetings += 1
+    assert set(arriving.blocks) == set(range(len(LEAVES)))
+    assert all(block.all() for block in arriving.blocks.values())
+
+
+def readers_of(group: Group) -> set[int]:
+    """Returns the replicas that read something of a group."""
+    sizes = {axis: MESH.sizes[axis] for axis in group.axes}
+    blocks = [leaf.block_bytes for leaf in LEAVES]
+    replicas = range(math.prod(sizes.values()))
+    return {r for r in replicas if any(bundle.read_bytes(blocks, len(replicas))[r] for bundle in group.bundles)}
 
 
 def test_another_replica_is_compared_with_the_only_reader_and_replaces_it() -> None:

@@ -80,12 +80,12 @@ def test_shares_by_rates_hold_everything(made: tuple[RestorePlan, MeshInfo], dat
     rates = {process: data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3])) for process in range(processes)}
     groups, leaves = readers.redealt(plan.groups, plan.leaves, [mesh], rates, plan.strategy == "single")
     arriving = Arriving(mesh)
-    for group in groups:
+    for place, group in enumerate(groups):
         arriving.exchange(group, leaves)
         by_replica = readers.replica_rates(group, [mesh], rates)
         for index, slices in group.later:
             assert index in group.leaves
-            assert set(slices) <= set(group.leaves)
+            assert set(slices) <= {leaf for later in groups[place:] for leaf in later.leaves}
         if any(by_replica):
             for replica, rate in enumerate(by_replica):
                 assert rate or not arriving.read[group.axes, replica]

@@ -50,6 +50,7 @@ def test_the_next_replica_is_compared_once_with_a_reader_that_has_read_for_long(
             recorder,
             LinkRates([]),
             boundary_moves=False,
+            room=0,
             reason=lambda number: "",
             held=held,  # type: ignore[arg-type]
             arrived=lambda arrays: None,

@@ -32,10 +32,11 @@ def test_slices_become_the_leaf_with_no_memory_but_that_of_both(dtype: str) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # JAX warns of donated memory that nothing can use
         assembler = Assembler(whole, piece, 0, (device,))
-    words = assembler.begin()
+    words = None
     for start in (4, 0):
         piece_there = {device: jax.device_put(data[start : start + 4], device)}
         words = assembler.place(words, Slice(0, 0, start, 4), piece_there)
+    assert words is not None
     assert np.asarray(assembler.finish(words)[device]).tobytes() == data.tobytes()
 
     if assembler._finish is None:
@@ -62,9 +63,16 @@ def test_every_bit_of_a_slice_is_kept(dtype: str, dim: int) -> None:
         whole = Block(data.shape, numpy_dtype)
         piece = Block((32, 64) if dim == 0 else (64, 32), numpy_dtype)
         assembler = Assembler(whole, piece, dim, (device,))
-        blocks = assembler.begin()
+        holed = Assembler(whole, whole, 0, (device,))
+        given = np.where(np.arange(64).reshape((64, 1) if dim == 0 else (1, 64)) < 32, data, data[:1, :1])
+        filled = holed.place(None, Slice(0, 0, 0, 64), {device: jax.device_put(given, device)})
+        blocks = None
         for start in (32, 0):
             rows = data[start : start + 32] if dim == 0 else data[:, start : start + 32]
             placed = {device: jax.device_put(np.ascontiguousarray(rows), device)}
             blocks = assembler.place(blocks, Slice(0, dim, start, 32), placed)
+            if start == 32:  # the hole of a leaf that has arrived already
+                filled = assembler.place(filled, Slice(0, dim, start, 32), placed)
+        assert blocks is not None
         assert np.asarray(assembler.finish(blocks)[device]).tobytes() == data.tobytes()
+        assert np.asarray(assembler.finish(filled)[device]).tobytes() == data.tobytes()

@@ -20,6 +20,21 @@ def test_a_rate_follows_the_latest_measurements() -> None:
     assert rate.latest == 1.0
 
 
+def test_a_stop_does_not_count_for_the_usual_rate() -> None:
+    rate = LatestRate()
+    assert rate.usual == 0.0
+    seconds = 0.0
+    for number in range(1, 6):
+        seconds += 20.0 if number == 3 else 1.0
+        rate.add(100 * number, seconds)
+    assert rate.usual == 100.0
+    assert rate.latest < 25.0
+    for number in range(6, 11):  # one that stays slow does
+        seconds += 20.0
+        rate.add(100 * number, seconds)
+    assert rate.usual == 5.0
+
+
 def test_short_measurements_are_taken_together_while_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("orbax_ext.transfer.rates.time.monotonic", lambda: now[0])

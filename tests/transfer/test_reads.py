@@ -32,6 +32,7 @@ class Storage:
         self.shares: list[asyncio.Future[list[Any]]] = []
         self.back: list[asyncio.Future[dict[int, Any]]] = []
         self.direct: list[asyncio.Future[None]] = []
+        self.empty: set[Group] = set()  # of which others read the share of this process
 
     async def read(self, group: Group, held: object) -> list[Any]:
         self.shares.append(asyncio.get_running_loop().create_future())
@@ -54,7 +55,7 @@ class Storage:
         return {}
 
     def share_bytes(self, group: Group) -> int:
-        return 1
+        return int(group not in self.empty)
 
     def whole_bytes(self, leaves: Sequence[int]) -> int:
         return 7
@@ -64,7 +65,13 @@ GROUP = GroupBytes(share=10, direct=40, link=30)
 
 
 def make_reads(
-    storage: Storage, replicas: int, *, boundary_moves: bool = True, never: int = 0, rates: LinkRates | None = None
+    storage: Storage,
+    replicas: int,
+    *,
+    boundary_moves: bool = True,
+    never: int = 0,
+    room: int = 0,
+    rates: LinkRates | None = None,
 ) -> tuple[Reads, Course]:
     """Returns the reads of eight groups, and of so many leaves that never travel."""
     mesh = MeshInfo(("dp", "tp"), (replicas, 2), tuple(number // 2 for number in range(2 * replicas)))
@@ -81,6 +88,7 @@ def make_reads(
         Recorder(),
         rates or LinkRates([GROUP] * 8),
         boundary_moves=boundary_moves,
+        room=room,
         reason=lambda number: "",
         held=HeldBlocks(None, ()),
         arrived=lambda arrays: None,
@@ -179,6 +187,62 @@ def test_leaves_that_never_travel_are_read_whenever_there_are_no_shares_to_read(
     run(case)
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["auto", "all is exchanged"])
+def test_shares_are_read_as_far_as_there_is_room_while_others_are_late(moves: bool) -> None:
+    async def case() -> None:
+        storage = Storage()
+        room = 5  # groups, of which a replica reads a fourth
+        reads, course = make_reads(storage, replicas=4, boundary_moves=moves, room=room * MIB // 4)
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        reads.further.wanted = True
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        # In auto nobody knows before an exchange has ended whether shares are needed.
+        assert (len(storage.shares), reads.upto) == ((3, 3) if moves else (min(8, room), min(8, room)))
+        course.next()
+        course.next()
+        assert reads.upto == min(8, 2 + room)  # it tells the others before it does so
+        reads.begin()
+        await settle()
+        await read_shares(storage)
+        assert len(storage.shares) == reads.upto
+        reads.shares.give_up(4)  # the boundary has moved there
+        assert reads.unused(0) == 4
+        reads.give_up()
+
+    run(case)
+
+
+def test_a_process_that_is_late_goes_on_where_the_others_are() -> None:
+    async def case() -> None:
+        storage = Storage()
+        reads, course = make_reads(storage, replicas=4, boundary_moves=False)
+        reads.begin()
+        await settle()
+        storage.shares[0].set_result(["first"])
+        await settle()
+        reads.begin()
+        await asyncio.sleep(0.01)  # two at a time from now on
+        await settle()
+        course.next()
+        late = list(range(1, reads.upto))
+        assert reads.further.lacking(reads.upto) == tuple(late)
+        stalled = storage.shares[1:]
+        storage.empty = {course.group(place) for place in late}
+        reads.further.leave_to_others()
+        await settle()
+        assert reads.shares.stuck
+        assert reads.share.done()
+        assert reads.shares.take(1) is None  # others read it
+        assert [share.cancelled() for share in stalled] == [False] + [True] * (len(stalled) - 1)  # the first one shows
+        reads.give_up()
+
+    run(case)
+
+
 def test_a_leaf_that_never_travels_and_cannot_be_read_is_told_at_once() -> None:
     async def case() -> None:
         storage = Storage()
@@ -202,7 +266,7 @@ def test_all_that_is_read_counts_for_the_rate() -> None:
         await settle()
         await read_shares(storage)
         assert rates.bytes_read == 3 * 10
-        assert reads.unused == 3
+        assert reads.unused(0) == 3
         storage.direct[0].set_result(None)
         await settle()
         assert rates.bytes_read == 3 * 10 + 7
