@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import random
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from orbax_ext.meeting.board import CLOSE_LIMIT, STOPPED
 from orbax_ext.meeting.follower import Follower
 from orbax_ext.meeting.keys import SubjectKeys
 from orbax_ext.meeting.leader import Leader
-from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, TOOK, service_is_silent, silent_at
+from orbax_ext.meeting.protocol import HAND_IN_LIMIT, LEADER, LEAVE_LIMIT, MORE, TOOK, service_is_silent, silent_at
 from orbax_ext.meeting.refusal import decision
 from orbax_ext.meeting.terms import Limits, Place, Word
 from orbax_ext.meeting.threads import JOIN_LIMIT
@@ -218,6 +219,7 @@ class Process:
             mine["late"] = "failed share" in now or (yield from self._work(member, now))
             if not math.isinf(self._plan.late):
                 mine[TOOK] = 0.0 if mine["late"] else self._world.now - began
+                mine[MORE] = self._other_work(restore, number)
             if "error" in faults and faults["error"].meeting == number:
                 mine |= wire.failure_to_json(OSError("disk gone"))
             found = yield from self._wait(member, member.meet(f"work {number}", mine), now.get("interrupt meeting"))
@@ -225,6 +227,11 @@ class Process:
             if failed := wire.failures_from_json(found, member.hosts, f"work {number}"):
                 raise errors.restore_failed(failed)
         yield from self._hand_in(member)
+
+    def _other_work(self, restore: int, number: int) -> float:
+        """Returns the seconds for which this process has other work: mostly none."""
+        choice = random.Random(f"more {self._plan.seed} {self._number} {restore} {number}")
+        return choice.choice([0.0, 0.0, choice.uniform(0.0, self._plan.stall)])
 
     def _refuse(self, member: Role, number: int) -> None:
         """Lets a meeting fail, as `refusal.refuse` does, unless this process has been there or has left."""
