@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -129,13 +130,15 @@ class BackReads(Generic[L, R]):
         busy: Stopwatch,
     ) -> None:
         """`until_idle` waits until nothing more urgent is being read; `busy` runs while a group is being read."""
-        self.done = 0  # groups that are read
+        self.done = 0  # groups that are read, and perhaps still being handed over
         self._read = read
         self._until_idle = until_idle
         self._busy = busy
         self._two_at_a_time = asyncio.Semaphore(2)
         self._tasks: dict[int, asyncio.Future[dict[L, R]]] = {}
+        self._reading: dict[int, contextlib.ExitStack] = {}  # closed when storage has nothing left to do for a group
         self._handed_over: set[int] = set()  # groups that are read; the end of their tasks does not wait for storage
+        self._ends: dict[int, asyncio.Future[None]] = {}  # of reading, also if that fails or is given up
 
     @property
     def under_way(self) -> list[asyncio.Future[dict[L, R]]]:
@@ -149,8 +152,13 @@ class BackReads(Generic[L, R]):
 
     @property
     def idle(self) -> bool:
-        """Whether all groups are read that were begun."""
-        return not self.under_way
+        """Whether all groups are read that were begun. They may still be handed over, which an exchange can delay."""
+        return not self.unread
+
+    @property
+    def ends(self) -> list[asyncio.Future[None]]:
+        """For each group that is still being read, what ends with its reading."""
+        return [end for end in self._ends.values() if not end.done()]
 
     @property
     def failed(self) -> dict[int, BaseException]:
@@ -177,10 +185,16 @@ class BackReads(Generic[L, R]):
     def note_handed_over(self, number: int) -> None:
         """Notes that a group is read, and is being put together with what arrived before. That can't be undone."""
         self._handed_over.add(number)
+        self.done += 1
+        self._reading.pop(number).close()
+        self._end(number)
 
     def begin(self, numbers: Iterable[int]) -> None:
         """Begins to read groups, in this order."""
-        self._tasks |= {number: asyncio.ensure_future(self._timed(number)) for number in numbers}
+        for number in numbers:
+            self._ends[number] = asyncio.get_running_loop().create_future()
+            self._tasks[number] = asyncio.ensure_future(self._timed(number))
+            self._tasks[number].add_done_callback(lambda _, number=number: self._end(number))  # type: ignore[misc]
 
     def arrays(self) -> dict[L, R]:
         """Returns what was read."""
@@ -203,10 +217,17 @@ class BackReads(Generic[L, R]):
     async def _timed(self, number: int) -> dict[L, R]:
         async with self._two_at_a_time:
             await self._until_idle()
-            with self._busy:
+            with contextlib.ExitStack() as reading:
+                reading.enter_context(self._busy)
+                self._reading[number] = reading
                 arrays = await self._read(number)
-        self.done += 1
+        if number not in self._handed_over:
+            self.note_handed_over(number)
         return arrays
+
+    def _end(self, number: int) -> None:
+        if not self._ends[number].done():
+            self._ends[number].set_result(None)
 
 
 def succeeded(task: asyncio.Future[Any] | concurrent.futures.Future[Any]) -> bool:

@@ -163,7 +163,7 @@ class Reads:
     async def everything_read(self, before: tuple[int, int, bool] | None, *, strict: bool) -> None:
         """Waits until all is read that may be read; for ever if that is not more than there was `before`."""
         while not self.idle:
-            under_way: list[asyncio.Future[Any]] = [*self.shares.under_way, *self.back.under_way]
+            under_way: list[asyncio.Future[Any]] = [*self.shares.under_way, *self.back.ends]
             if self.direct is not None and not self.direct.done():
                 under_way.append(self.direct)
             if under_way:
@@ -212,9 +212,13 @@ class Reads:
         group = self._course.as_planned(number)
         with self._recorder.span("read directly", group=number, size=self._executor.whole_bytes(group.leaves)):
             held = await self._held.take_whole(number)
-            arrays = await self._executor.read_whole(group, lambda: self.back.note_handed_over(number), held)
-        if not held:
-            self._rates.group_read(self._course.order.index(number))
+
+            def all_read() -> None:
+                if not held:
+                    self._rates.group_read(self._course.order.index(number))
+                self.back.note_handed_over(number)
+
+            arrays = await self._executor.read_whole(group, all_read, held)
         self._arrived(arrays)
         return arrays
 

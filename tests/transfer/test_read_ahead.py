@@ -229,6 +229,52 @@ def test_a_group_that_is_being_put_together_is_not_dropped() -> None:
     run(case)
 
 
+def test_a_group_is_read_when_storage_is_done_with_it_though_an_exchange_delays_its_hand_over() -> None:
+    async def case() -> None:
+        storage, watch = Storage(), Stopwatch()
+        release = asyncio.Event()
+
+        async def read(number: int) -> dict[int, int]:
+            value = await storage.read(number)
+            back.note_handed_over(number)
+            await release.wait()
+            return {number: value}
+
+        back = BackReads(read, ReadAhead(storage.read, 0, watch).until_idle, watch)
+        back.begin([7])
+        await settle()
+        (end,) = back.ends
+        await storage.arrive(7)
+        assert (back.done, back.idle, back.ends, end.done()) == (1, True, [], True)
+        seconds = watch.seconds
+        await asyncio.sleep(0.01)
+        assert watch.seconds == seconds  # storage has nothing to do
+        assert back.under_way
+        release.set()
+        await settle()
+        assert (back.done, back.arrays()) == (1, {7: 70})
+
+    run(case)
+
+
+def test_reading_ends_also_where_it_fails_or_is_given_up() -> None:
+    async def case() -> None:
+        storage, watch = Storage(), Stopwatch()
+
+        async def read(number: int) -> dict[int, int]:
+            return {number: await storage.read(number)}
+
+        back = BackReads(read, ReadAhead(storage.read, 0, watch).until_idle, watch)
+        back.begin([7, 6])
+        await settle()
+        storage.there[7].set_exception(OSError("no such disk"))
+        back.drop([6])
+        await settle()
+        assert (back.ends, back.done, [*back.failed]) == ([], 0, [7])
+
+    run(case)
+
+
 def test_nobody_takes_over_a_group_that_could_not_be_put_together() -> None:
     async def case() -> None:
         storage, watch = Storage(), Stopwatch()

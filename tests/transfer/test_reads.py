@@ -38,9 +38,11 @@ class Storage:
         self.shares.append(asyncio.get_running_loop().create_future())
         return await self.shares[-1]
 
-    async def read_whole(self, group: Group, all_read: object, held: object) -> dict[int, Any]:
+    async def read_whole(self, group: Group, all_read: Callable[[], None], held: object) -> dict[int, Any]:
         self.back.append(asyncio.get_running_loop().create_future())
-        return await self.back[-1]
+        arrays = await self.back[-1]
+        all_read()
+        return arrays
 
     async def read_direct(
         self,
