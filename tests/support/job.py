@@ -36,7 +36,9 @@ _manager: ocp.CheckpointManager | None = None
 
 def content(number: int) -> dict[str, np.ndarray]:
     """Returns the arrays of the `number`th save of a job."""
-    return {name: states.random_array(100 * number + index, spec) for index, (name, spec) in enumerate(SPECS.items())}
+    return {
+        name: states.random_array(100 * number + index, spec).copy() for index, (name, spec) in enumerate(SPECS.items())
+    }
 
 
 def digest(array: np.ndarray) -> str:
