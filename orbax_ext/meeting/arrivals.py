@@ -8,6 +8,7 @@ from typing import Any
 
 from orbax_ext.meeting.wire import Contribution
 
+BY = "by"  # in a reply with an error: the nonce of the process that has given up
 CAME = "came"  # when a process arrived at a meeting, by its own clock
 
 

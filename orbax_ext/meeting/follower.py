@@ -11,7 +11,7 @@ from typing import Any
 from orbax_ext import errors
 from orbax_ext.meeting import wire
 from orbax_ext.meeting.actions import Action, Get, Log, Moment, Put, Read, Steps, Wait
-from orbax_ext.meeting.arrivals import CAME, contributions, missing_from
+from orbax_ext.meeting.arrivals import BY, CAME, contributions, missing_from
 from orbax_ext.meeting.protocol import (
     ERROR,
     GRACE,
@@ -84,11 +84,13 @@ class Follower(Member):
         """Returns who has not arrived.
 
         Raises the error of a process that is telling it to the others just now: those who have been told may have left
-        already, so they are not missing, and this process has nobody to tell.
+        already, so they are not missing, and this process has nobody to tell. Who tells still stands there: a reply of
+        another one is of an earlier restore, to a process that has been stuck since.
         """
         arrivals = yield from self.arrivals()
         for process, nonce in arrivals.nonces.items():
-            if ERROR in (reply := arrivals.replies.get((process, nonce), {})):
+            reply = arrivals.replies.get((process, nonce), {})
+            if ERROR in reply and reply.get(BY) in arrivals.nonces.values():
                 self.seen = {}
                 take(reply)
         return missing_from(arrivals.nonces, self.place.processes)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from orbax_ext import errors, text
 from orbax_ext.meeting.actions import Action, Count, Delete, Get, Moment, Put, Read, Sleep, Steps
-from orbax_ext.meeting.arrivals import CAME, Arrivals
+from orbax_ext.meeting.arrivals import BY, CAME, Arrivals
 from orbax_ext.meeting.keys import SessionKeys, SubjectKeys
 from orbax_ext.meeting.terms import MAX_VALUE, Limits, Place, Word
 from orbax_ext.meeting.wire import Contribution, failure_to_json, restore_error_from_json, restore_error_to_json
@@ -162,7 +162,7 @@ class Member:
         The error of a process that leaves while process 0 waits for it is not told: process 0 will tell all that it is
         missing, when all others are there. Otherwise those who come a moment later would wait for the ones that left.
         """
-        reply = {ERROR: restore_error_to_json(error)}
+        reply = {ERROR: restore_error_to_json(error), BY: self.nonce}
         stands = yield from self.decide(self.keys.reply(self.place.process, self.nonce), reply)
         if stands is reply and (self.place.process == LEADER or isinstance(error, errors.RestoreTimeoutError)):
             yield from self.tell_waiting(reply)
@@ -175,7 +175,7 @@ class Member:
         and seen the arrival before it went, so it is told as well. A process that has come since this one looked may be
         at its next restore and is not told. A reply to a process that gave up at the same time is removed.
         """
-        me, before = self.place.process, self.seen
+        me, before, reply = self.place.process, self.seen, {**reply, BY: self.nonce}
         standing = (yield from self.arrivals()).standing()
         told = {other: nonce for other, nonce in standing.items() if other != me and before.get(other) == nonce}
         for other, nonce in told.items():

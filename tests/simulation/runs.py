@@ -336,7 +336,8 @@ def _long_silence(plan: Plan) -> bool:
     ]
     # After the limit in all, those who have not been heard in a silence that began up to 3 s late are not waited for.
     longest = min(plan.stall + SILENCE, math.inf if plan.total is None else plan.total - 3)
-    return any(fault.kind in ("crash", "lost") or fault.seconds > longest for fault in silent)
+    one_after_the_other = sum(fault.seconds for fault in silent)
+    return one_after_the_other > longest or any(fault.kind in ("crash", "lost") for fault in silent)
 
 
 def _left_behind(plan: Plan, records: list[Record]) -> set[int]:
