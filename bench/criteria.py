@@ -170,7 +170,7 @@ def _take_over(known: Results) -> Iterator[Figure]:
     yield Figure("`slow_host`: `auto` / limit", 1.4, _ratio(auto("slow_host"), known.limit("slow_host")))
     yield Figure("`slow_host`: `auto` / the code before", 1.0, _ratio(auto("slow_host"), before("slow_host")))
     most = 1.5 * _SCENARIOS["dead_link"].limit() + STALL_BELIEVED  # known without a measurement
-    yield Figure(f"`dead_link`: `auto`, with {STALL_BELIEVED:.0f} s to believe it", most, auto("dead_link"), " s")
+    yield Figure(f"`dead_link`: `auto`, with {STALL_BELIEVED:g} s to believe it", most, auto("dead_link"), " s")
     yield Figure("`jitter`: `auto` / the code before", 1 / 1.5, _ratio(auto("jitter"), before("jitter")))
     yield Figure("`dense`: `auto` / the code before", _SAME, _ratio(auto("dense"), before("dense")))
     read = known.value("dense", SPREAD, lambda one: one.median("storage_bytes") / one.unique_bytes)
